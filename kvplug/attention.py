@@ -1,0 +1,188 @@
+"""The attention and mask functions registered as "kvplug", and how a model is routed through them.
+
+Without one of our caches in the call both are the functions that the model had before: same mask, same kernel.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import PreTrainedConfig
+
+from kvplug import compat, kernels
+from kvplug.view import KVTensor, KVView
+
+NAME = "kvplug"
+ROUTABLE = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+class Routed(str):
+    """The name "kvplug" as an attention implementation, which remembers the one that it replaced.
+
+    A string in all respects, so it travels with the config through copies and pickles and needs no registry.
+    """
+
+    previous: str
+
+    def __new__(cls, name: str = NAME, previous: str = "sdpa") -> Routed:
+        routed = super().__new__(cls, name)
+        routed.previous = previous
+        return routed
+
+    def __getnewargs__(self):
+        return str(self), self.previous
+
+
+def _previous(config: PreTrainedConfig | None) -> str:
+    """What the model would use without kvplug; a model that was loaded with "kvplug" by name has sdpa."""
+    return getattr(getattr(config, "_attn_implementation", None), "previous", "sdpa")
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention for models routed through kvplug.
+
+    Args:
+        query: `[batch, heads, queries, head_dim]`.
+        key, value: handles of a cache's view, or plain tensors `[batch, kv_heads, tokens, head_dim]`.
+        attention_mask: the full logical mask, whatever was evicted.
+
+    Returns:
+        The output `[batch, queries, heads, head_dim]`, and the weights where the model's own function gives them.
+    """
+    name = _previous(getattr(module, "config", None))
+    view = _view_of(key, value)
+    if view is None:
+        key, value = _plain(key), _plain(value)
+        return compat.attention_function(name, module)(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    if len(view.segments) == 1 and view.in_order:
+        # The first forward: all there is are its own tokens, and nothing is there to be read back.
+        first = view.segments[0]
+        out = compat.attention_function(name, module)(
+            module,
+            query,
+            first.keys.decode(view.dtype),
+            first.values.decode(view.dtype),
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            **kwargs,
+        )
+    else:
+        out = _attend(module, query, view, attention_mask, scaling, dropout, kwargs), None
+    view.done(query, attention_mask)
+    return out
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict,
+) -> torch.Tensor:
+    if dropout or kwargs.get("position_bias") is not None:
+        extra = "dropout" if dropout else "position_bias"
+        raise ValueError(f"{extra} is not supported in attention over a compressed cache; use DenseCache")
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    out = kernels.attend(
+        query,
+        view,
+        view.align(mask, causal),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _view_of(key: torch.Tensor, value: torch.Tensor) -> KVView | None:
+    """The view behind a pair of handles that the model passed on untouched."""
+    if isinstance(key, KVTensor) and isinstance(value, KVTensor) and key.kv is value.kv:
+        return key.kv
+    return None
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.decoded() if isinstance(x, KVTensor) else x
+
+
+def mask_forward(*args, config: PreTrainedConfig | None = None, **kwargs):
+    """The mask function of "kvplug": the mask that the model would have had."""
+    return compat.mask_function(_previous(config))(*args, config=config, **kwargs)
+
+
+def register() -> None:
+    """Registers both functions with transformers under the name "kvplug"."""
+    compat.AttentionInterface.register(NAME, attention_forward)
+    compat.AttentionMaskInterface.register(NAME, mask_forward)
+
+
+def configs_of(model_or_config: object) -> list[PreTrainedConfig]:
+    """The config objects that a text decoder's attention layers read.
+
+    Raises:
+        ValueError: it is neither a model nor a config of transformers.
+    """
+    if isinstance(model_or_config, PreTrainedConfig):
+        text = compat.text_config(model_or_config)
+        # Of a flat encoder-decoder config `text` is a copy; its layers read the config itself.
+        return [text if text is model_or_config or _holds(model_or_config, text) else model_or_config]
+    config = getattr(model_or_config, "config", None)
+    if not isinstance(config, PreTrainedConfig) or not isinstance(model_or_config, torch.nn.Module):
+        raise ValueError(
+            f"config={type(model_or_config).__name__} is not accepted; pass a transformers model or its config"
+        )
+    text = configs_of(config)[0]
+    found = {id(text): text}
+    for module in model_or_config.modules():
+        own = getattr(module, "config", None)
+        # Some models give their decoder a copy of the config.
+        if type(own) is type(text):
+            found.setdefault(id(own), own)
+    return list(found.values())
+
+
+def _holds(config: PreTrainedConfig, part: PreTrainedConfig) -> bool:
+    return any(value is part for value in vars(config).values())
+
+
+def attach(model_or_config: object) -> None:
+    """Routes a model's attention through kvplug; a model that is routed stays as it is.
+
+    Raises:
+        ValueError: the attention implementation can't be routed; names it and what is accepted.
+    """
+    configs = configs_of(model_or_config)
+    for config in configs:
+        name = config._attn_implementation
+        if name is not None and name != NAME and name not in ROUTABLE:
+            raise ValueError(
+                f"attn_implementation={name!r} can't be routed through kvplug; use one of {', '.join(ROUTABLE)}"
+            )
+    for config in configs:
+        name = config._attn_implementation
+        # A config without a model yet has no implementation to replace.
+        if name is not None and name != NAME:
+            config._attn_implementation_internal = Routed(previous=copy.copy(name))
+
+
+def detach(model_or_config: object) -> None:
+    """Gives a model back the attention that it had before `attach`."""
+    for config in configs_of(model_or_config):
+        if config._attn_implementation == NAME:
+            config._attn_implementation_internal = _previous(config)

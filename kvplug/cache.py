@@ -1,0 +1,186 @@
+"""The one cache that transformers sees: a list of layers built from the model's config.
+
+Every named cache is a recipe over it. It holds no logic of storage or of policies, only what concerns all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import PreTrainedConfig
+
+from kvplug import compat
+from kvplug.attention import attach, configs_of
+from kvplug.codecs import Codec, get_codec
+from kvplug.layer import KVLayer
+from kvplug.memory import MemoryReport, measure
+from kvplug.policies import Policy
+from kvplug.rope import Rope, rope_of_layers
+
+CodecLike = str | Codec | None
+
+
+class KVCache(compat.Cache):
+    """A cache for `model.generate(past_key_values=cache)`: a codec for storage and a policy for eviction.
+
+    Full-attention layers are compressed; sliding and linear layers of hybrid models keep transformers' own classes.
+
+    Args:
+        config: the model, or its own config object (not a copy: the model's attention is routed through it).
+        codec: name of a dtype ("dense", "fp8", "int8", "int4"), a Codec, or a pair of them for keys and values.
+        policy: which tokens stay: None for all, a Policy, or a list with one for each full-attention layer.
+
+    Raises:
+        ValueError: an argument is not known, the model has no full-attention layers, or its attention can't be
+            routed and the policy needs that; names the argument and what is accepted.
+    """
+
+    def __init__(
+        self,
+        config: object,
+        *,
+        codec: CodecLike | tuple[CodecLike, CodecLike] = None,
+        policy: Policy | None | Sequence[Policy | None] = None,
+    ):
+        layers = make_layers(config, codec, policy)
+        evicting = any(isinstance(layer, KVLayer) and layer.policy for layer in layers)
+        if evicting and isinstance(config, torch.nn.Module) and not compat.can_route(config):
+            raise ValueError(
+                f"policy={policy!r} needs the model's attention to be routed through kvplug, and "
+                f"{type(config).__name__} has its own attention code; a cache that keeps all tokens is accepted "
+                "(policy=None)"
+            )
+        super().__init__(layers=layers)
+        try:
+            attach(config)
+        except ValueError:
+            # Without routing the handles decode: slower, and right as long as nothing is evicted.
+            if evicting:
+                raise
+
+    @classmethod
+    def from_layers(cls, layers: list) -> KVCache:
+        """A cache of layers that `make_layers` built, without routing any model."""
+        cache = cls.__new__(cls)
+        compat.Cache.__init__(cache, layers=layers)
+        return cache
+
+    def __repr__(self) -> str:
+        kinds: dict[str, int] = {}
+        for layer in self.layers:
+            kinds[repr(layer)] = kinds.get(repr(layer), 0) + 1
+        inner = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        return f"{type(self).__name__}({inner}; {self.get_seq_length()} tokens seen)"
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        """Keys, values and sliding window of each layer, decoded, as `DynamicCache` gives them."""
+        for layer in self.layers:
+            yield (
+                getattr(layer, "keys", None),
+                getattr(layer, "values", None),
+                getattr(layer, "_sliding_window_tensor", None),
+            )
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Takes the keys and values of a forward for layer `layer_idx`; returns what attention is to read.
+
+        Args:
+            key_states, value_states: `[batch, kv_heads, tokens, head_dim]`.
+
+        Raises:
+            ValueError: there is no such layer, or the shapes do not fit what the layer holds.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"layer_idx={layer_idx} is not a layer of this cache; 0 to {len(self.layers) - 1} is accepted"
+            )
+        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if compat.is_sliding(layer) and not layer.record_past:
+            _release_window(layer)
+        return out
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, whatever was kept of them."""
+        if 0 <= layer_idx < len(self.layers) and not hasattr(self.layers[layer_idx], "get_seq_length"):
+            layer_idx = next(i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer))
+        return super().get_seq_length(layer_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: it can't be done, and then no layer was changed.
+        """
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                layer.check_crop(tokens_to_remove)
+        # Layers of transformers' may refuse: they go first.
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, KVLayer)):
+            layer.crop(tokens_to_remove)
+
+    def memory(self) -> MemoryReport:
+        """Exact bytes held, by kind, and what full precision would hold."""
+        return measure(self.layers)
+
+
+def _release_window(layer) -> None:
+    """Lets go of a prompt that a sliding layer's views would pin: one token more than it shows, as in decoding."""
+    window = layer.sliding_window
+    for name in ("keys", "values"):
+        x = getattr(layer, name)
+        room = min(layer.cumulative_length, window)
+        if x.untyped_storage().nbytes() > x[:, :, :1].numel() * x.itemsize * room:
+            base = x.new_empty(*x.shape[:2], room, x.shape[-1])
+            shown = base[:, :, room - x.shape[2] :]
+            shown.copy_(x)
+            setattr(layer, name, shown)
+
+
+def make_layers(config: object, codec, policy) -> list:
+    """The layers of a cache for a model or config: ours where attention is full, transformers' own elsewhere.
+
+    Raises:
+        ValueError: as for `KVCache`.
+    """
+    model_config = config if isinstance(config, PreTrainedConfig) else configs_of(config) and config.config
+    text = compat.text_config(model_config)
+    if not getattr(text, "num_attention_heads", None):
+        raise ValueError(
+            f"config={type(text).__name__} has no attention layers; a model with full attention is accepted"
+        )
+    layers = compat.default_layers(model_config)
+    full = [i for i, layer in enumerate(layers) if compat.is_full_attention(layer)]
+    if not full:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
+        raise ValueError(
+            f"config={type(text).__name__} has no full-attention layers (its layers: {kinds}), so there is nothing to "
+            "compress; a model with full attention is accepted"
+        )
+    sides = codec if isinstance(codec, tuple | list) else (codec, codec)
+    if len(sides) != 2:
+        raise ValueError(
+            f"codec={codec!r} is not valid; one codec, or a pair for keys and values is accepted"
+        )
+    keys, values = (get_codec(side) for side in sides)
+    policies = list(policy) if isinstance(policy, Sequence) else [policy] * len(full)
+    if len(policies) != len(full):
+        raise ValueError(
+            f"policy has {len(policies)} entries; one for each of the {len(full)} full-attention layers is accepted"
+        )
+    for one in policies:
+        if one is not None and not isinstance(one, Policy):
+            raise ValueError(
+                f"policy={one!r} is not accepted; pass a kvplug policy such as kvplug.policies.Window"
+            )
+    ropes = _ropes(text, full, policies)
+    for i, one, rope in zip(full, policies, ropes, strict=True):
+        layers[i] = KVLayer(keys, values, one, rope)
+    return layers
+
+
+def _ropes(config: PreTrainedConfig, full: list[int], policies: list[Policy | None]) -> list[Rope | None]:
+    if not any(getattr(policy, "compact", False) for policy in policies):
+        return [None] * len(full)
+    return rope_of_layers(config, full)

@@ -1,0 +1,150 @@
+"""How a block of keys or values is written in bytes: the protocol that every codec keeps.
+
+A codec never decides where a block lives or which tokens stay, and it computes in fp32 whatever it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor that a codec stores: `width` elements of `dtype` for a token and head.
+
+    `kind` says how it is counted: "codes" (the K or V themselves) or "scales" (scales and zero points).
+    """
+
+    name: str
+    width: int
+    dtype: torch.dtype
+    kind: str = "codes"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for one token and head."""
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Keys or values of some tokens as they are stored.
+
+    `fields` maps a field's name to a tensor `[batch, kv_heads, tokens, width]`; `dim` is the head_dim that decoding gives.
+    """
+
+    codec: Codec
+    fields: dict[str, torch.Tensor]
+    dim: int
+
+    @property
+    def tokens(self) -> int:
+        return next(iter(self.fields.values())).shape[2]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return iter(self.fields.values())
+
+    def narrow(self, start: int, length: int) -> Encoded:
+        """Views of the tokens `start : start + length`; nothing is copied."""
+        return Encoded(self.codec, {k: t.narrow(2, start, length) for k, t in self.fields.items()}, self.dim)
+
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """The tokens as `[batch, kv_heads, tokens, dim]` in `dtype`."""
+        return self.codec.decode(self, dtype)
+
+    def linear(self) -> Linear:
+        return self.codec.linear(self)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A block as attention reads it: x = unrotate(codes * scale + zero).
+
+    `codes` is fp32 `[batch, kv_heads, tokens, dim]`; `scale` and `zero` are fp32 `[batch, kv_heads, 1, tokens]` or None
+    (1 and 0), laid out to multiply a row of scores. A score then costs one product with the codes, and scale and zero
+    are applied to the scores rather than to every element.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+
+class Codec:
+    """Encodes and decodes K or V. Subclasses are frozen dataclasses without state: one object serves every layer.
+
+    `granule` is the number of tokens of an indivisible group along time; 1 means that any token can be appended,
+    dropped or cropped by itself.
+    """
+
+    name: str
+    granule: int = 1
+
+    def fields(self, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
+        """What is stored for a token and head of width `dim`, for a model that computes in `dtype`."""
+        raise NotImplementedError
+
+    def encode(self, x: torch.Tensor) -> Encoded:
+        """x `[batch, kv_heads, tokens, dim]` of any floating dtype → what is stored."""
+        raise NotImplementedError
+
+    def linear(self, encoded: Encoded) -> Linear:
+        """The block without its rotation, as attention reads it."""
+        raise NotImplementedError
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """The codec's rotation along the last dimension; the identity where there is none."""
+        return x
+
+    def unrotate(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `rotate`."""
+        return x
+
+    def decode(self, encoded: Encoded, dtype: torch.dtype) -> torch.Tensor:
+        """What was encoded, within the codec's error, as `[batch, kv_heads, tokens, dim]` in `dtype`."""
+        block = self.linear(encoded)
+        x = block.codes
+        if block.scale is not None:
+            x = x * block.scale.transpose(-1, -2)
+        if block.zero is not None:
+            x = x + block.zero.transpose(-1, -2)
+        return self.unrotate(x).to(dtype)
+
+    def nbytes(self, tokens: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Exact bytes of `tokens` tokens of `heads` heads of one sequence, scales and zero points included."""
+        return tokens * heads * sum(f.nbytes for f in self.fields(dim, dtype))
+
+
+def round_down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The largest value of `dtype` that is not above `x` (fp32)."""
+    y = x.to(dtype)
+    return torch.where(y.float() > x, torch.nextafter(y, torch.full_like(y, -math.inf)), y)
+
+
+def round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The smallest value of `dtype` that is not below `x` (fp32)."""
+    return -round_down(-x, dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def hadamard(block: int, device: torch.device) -> torch.Tensor:
+    """The normalised Sylvester–Hadamard matrix `[block, block]` in fp32: symmetric and its own inverse."""
+    h = torch.ones(1, 1, device=device)
+    while h.shape[0] < block:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    return h / math.sqrt(block)
+
+
+def rotate_blocks(x: torch.Tensor) -> torch.Tensor:
+    """Hadamard rotation along the last dimension in blocks of its largest power-of-two divisor (head_dim 80: 5 × 16)."""
+    dim = x.shape[-1]
+    block = dim & -dim
+    if block == 1:
+        return x.float()
+    h = hadamard(block, x.device)
+    return (x.float().unflatten(-1, (dim // block, block)) @ h).flatten(-2)

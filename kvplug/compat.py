@@ -1,0 +1,75 @@
+"""The only place that asks which transformers this is, and that knows where its versions differ.
+
+Supported: transformers 5.17 up to the newest 5.x.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+__all__ = [
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "Cache",
+    "CacheLayerMixin",
+    "attention_function",
+    "can_route",
+    "default_layers",
+    "is_full_attention",
+    "is_sliding",
+    "kv_shape",
+    "mask_function",
+    "text_config",
+]
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder's part of a config; of an encoder-decoder's flat config transformers gives a copy."""
+    return config.get_text_config(decoder=True)
+
+
+def default_layers(config: PreTrainedConfig) -> list:
+    """The cache layers that transformers itself would use for the model."""
+    return DynamicCache(config=config).layers
+
+
+def is_full_attention(layer: object) -> bool:
+    """Whether a default layer keeps all keys and values and nothing else."""
+    return type(layer) is DynamicLayer
+
+
+def is_sliding(layer: object) -> bool:
+    """Whether a default layer keeps a sliding window as views of what it was given."""
+    return type(layer) is DynamicSlidingWindowLayer
+
+
+def kv_shape(config: PreTrainedConfig, layer_idx: int) -> tuple[int, int, int]:
+    """Key-value heads, key width and value width of what a layer hands to the cache."""
+    layers = getattr(config, "per_layer_config", None)
+    own = layers[layer_idx] if layers is not None else config
+    heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+    dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    return heads, dim, dim
+
+
+def can_route(model: torch.nn.Module) -> bool:
+    """Whether the model's attention goes through the registered attention functions."""
+    return bool(model._can_set_attn_implementation())
+
+
+def attention_function(name: str, module: torch.nn.Module) -> Callable:
+    """The attention function that transformers would use for `module` under the implementation `name`."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+
+
+def mask_function(name: str) -> Callable:
+    """The function that makes the masks for the implementation `name`."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[name]

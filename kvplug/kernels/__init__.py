@@ -1,0 +1,29 @@
+"""Attention over a view: one dispatcher over the paths, which all give what `reference` gives."""
+
+from __future__ import annotations
+
+import torch
+
+from kvplug.kernels import blocks, dense, reference
+from kvplug.view import KVView
+
+__all__ = ["attend", "blocks", "dense", "reference"]
+
+# Query rows a key-value head up to which reading the bytes is the bound, so that decoding at large does not pay.
+FEW_ROWS = 64
+
+
+def attend(
+    query: torch.Tensor,
+    view: KVView,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax attention over a view, `[batch, heads, queries, value_dim]`; arguments as for `reference.attend`."""
+    kv_heads = next(view.segments[0].keys.tensors()).shape[1]
+    rows = query.shape[1] // kv_heads * query.shape[2]
+    if rows <= FEW_ROWS or softcap is not None or sinks is not None:
+        return blocks.attend(query, view, mask, scale, softcap, sinks)
+    return dense.attend(query, view, mask, scale)

@@ -1,0 +1,402 @@
+"""One layer of a cache: a store and a policy, and every method that transformers calls on a cache layer.
+
+A forward appends or shows its tokens, attention reads the view, and then the layer settles: what the policy drops is
+freed and what stays is encoded. Nothing here looks at scores or at bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from kvplug.codecs import CODECS, Codec, Encoded, Plain
+from kvplug.policies import Policy, SinkWindow
+from kvplug.rope import Rope
+from kvplug.stores import STORES, admit
+from kvplug.view import KVTensor, KVView, Segment
+
+
+class KVLayer(CacheLayerMixin):
+    """A full-attention layer of a `KVCache`.
+
+    Args:
+        keys, values: codec of each side.
+        policy: which tokens stay, None for all.
+        rope: the model's rotation, needed where the policy moves positions.
+    """
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(
+        self,
+        keys: Codec = CODECS["dense"],
+        values: Codec = CODECS["dense"],
+        policy: Policy | None = None,
+        rope: Rope | None = None,
+    ):
+        # Not the base's __init__: `keys` and `values` are read from the store here.
+        self.policy, self.rope = policy, rope
+        self.store = STORES["contiguous"](keys, values, limit=policy.budget if policy else None)
+        self.direct = policy is None and isinstance(keys, Plain) and isinstance(values, Plain)
+        self.record_past = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_initialized = False
+        self.dtype: torch.dtype | None = None
+        self.device: torch.device | None = None
+        self.shape: tuple[int, int, int, int] | None = None
+        self.seen = 0
+        # Keys and values of the last forward, until attention over them is done.
+        self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Which tokens of `fresh` are real, bool `[rows, tokens]`, where a mask told; the rest are.
+        self._real: torch.Tensor | None = None
+        # Padding tokens seen by each row, `[rows]`, once a mask was seen.
+        self.padding: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        parts = [self.store.keys.codec.name, self.store.values.codec.name]
+        codec = parts[0] if parts[0] == parts[1] else f"keys={parts[0]}, values={parts[1]}"
+        return f"KVLayer({codec}{f', {self.policy}' if self.policy else ''})"
+
+    # What transformers calls in a forward
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, heads, _, key_dim = key_states.shape
+        self.shape = (batch, heads, key_dim, value_states.shape[-1])
+        self.store.allocate(key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Takes the keys and values of a forward and returns what its queries attend to.
+
+        Args:
+            key_states, value_states: `[batch, kv_heads, tokens, head_dim]`; widths may differ.
+
+        Returns:
+            Handles of the view, or plain tensors where what is stored is what attention wants. They count as read
+            once attention or the next update is over.
+
+        Raises:
+            ValueError: the shapes differ from those in the cache; the cache stays as it was.
+        """
+        self._check(key_states, value_states)
+        self.settle()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.store_device != self.device:
+            self.prefetch()
+        tokens = key_states.shape[2]
+        before, self.seen = self.seen, self.seen + tokens
+        kept = key_states.detach().to(self.dtype), value_states.detach().to(self.dtype)
+        if self.direct:
+            self.store.append(*kept)
+            if before == 0:
+                return key_states, value_states
+            return tuple(side.fields["codes"] for side in self.store.view(0, self.store.length))
+        if self.fresh is not None:
+            kept = tuple(torch.cat(pair, dim=2) for pair in zip(self.fresh, kept, strict=True))
+        self.fresh = kept
+        return KVTensor.of(self._view(tokens))
+
+    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        for name, x in (("key_states", key_states), ("value_states", value_states)):
+            if x.ndim != 4:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}; [batch, kv_heads, tokens, head_dim] is accepted"
+                )
+        got = (*key_states.shape[:2], key_states.shape[-1], value_states.shape[-1])
+        if key_states.shape[:3] != value_states.shape[:3] or (self.shape is not None and got != self.shape):
+            held = (
+                f"a cache of batch, kv_heads, key and value width {self.shape}"
+                if self.shape
+                else "each other"
+            )
+            raise ValueError(
+                f"key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} do not fit {held}; "
+                "call reset() to use the cache for another batch"
+            )
+
+    def _view(self, queries: int) -> KVView:
+        segments = []
+        fresh = self.fresh[0].shape[2]
+        before = self.seen - fresh
+        if self.store.length:
+            segments = self._stored(before)
+        plain = CODECS["dense"]
+        segments.append(Segment(plain.encode(self.fresh[0]), plain.encode(self.fresh[1]), start=before))
+        return KVView(
+            segments,
+            seen=self.seen,
+            queries=queries,
+            dtype=self.dtype,
+            evicting=self.policy is not None,
+            holes=self.padding is not None,
+            done=self._done,
+        )
+
+    def _stored(self, before: int) -> list[Segment]:
+        """Segments of what is stored, when `before` tokens have been seen."""
+        length = self.store.length
+        positions = self.store.positions
+        if positions is not None and self.padding is None and before == length:
+            positions = None  # nothing was dropped: slot i holds token i
+        keys, values = self.store.view(0, length)
+        dropping = isinstance(self.policy, SinkWindow) and self.policy.compact and before > self.policy.budget
+        if not dropping or self.rope is None:
+            return [Segment(keys, values, positions=positions)]
+        sinks = self.policy.sinks
+        moved = self.rope.rotate(keys.narrow(0, sinks).decode(self.dtype), self._dropped(before))
+        return [
+            Segment(CODECS["dense"].encode(moved), values.narrow(0, sinks), positions=positions[..., :sinks]),
+            Segment(
+                keys.narrow(sinks, length - sinks),
+                values.narrow(sinks, length - sinks),
+                positions=positions[..., sinks:],
+            ),
+        ]
+
+    def _dropped(self, before: int) -> int | torch.Tensor:
+        """Real tokens that each row has given up: the gap between its sinks and its window."""
+        if self.padding is None:
+            return before - self.policy.budget
+        return (before - self.padding - self.policy.budget).clamp(min=0)
+
+    # After attention
+
+    def _done(self, query: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+        self.settle(mask)
+
+    def settle(self, mask: torch.Tensor | None = None, force: bool = False) -> None:
+        """Lets the policy choose, and encodes what stays. Does nothing while the past is recorded, unless forced.
+
+        Args:
+            mask: the logical mask of the forward, from which padding is told.
+        """
+        if self.fresh is None:
+            return
+        if mask is not None and self.policy is not None:
+            self._note_padding(mask)
+        if self.record_past and self.policy is not None and not force:
+            return
+        keys, values = self.fresh
+        self.fresh = None
+        tokens = keys.shape[2]
+        before = self.seen - tokens
+        real, self._real = self._real, None
+        if self.policy is None:
+            self.store.append(keys, values)
+        elif real is None and self.padding is None and before + tokens <= self.policy.budget:
+            self.store.append(keys, values, start=before)
+        else:
+            self._admit(keys, values, before, real)
+
+    def _note_padding(self, mask: torch.Tensor) -> None:
+        tokens = self.fresh[0].shape[2]
+        columns = mask[..., self.seen - tokens : self.seen]
+        if mask.ndim == 2:
+            real = columns.bool()
+        else:
+            visible = columns if columns.dtype == torch.bool else columns > torch.finfo(columns.dtype).min / 2
+            # A token that no query of its forward sees is padding.
+            real = visible[:, 0].any(dim=1)
+            if self._real is not None:
+                real[:, : self._real.shape[1]] |= self._real
+        self._real = real
+
+    def _admit(
+        self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None
+    ) -> None:
+        tokens = keys.shape[2]
+        positions = torch.arange(before, before + tokens, device=keys.device)[None, None]
+        number = torch.arange(tokens, device=keys.device)[None, None]
+        if real is not None or self.padding is not None:
+            number, positions = self._count_padding(real, before, number, positions)
+        else:
+            number = number + before
+        slots = min(self.policy.budget, self.store.length + tokens)
+        self.store.reserve(slots)
+        self.store.length = slots
+        held = self.store.positions.long()
+        slot = torch.arange(slots, device=keys.device).expand_as(held)
+        admission = admit(
+            held,
+            self.policy.priority(held, slot),
+            positions,
+            self.policy.priority(positions, number),
+            self.policy.budget,
+            newest_stays=tokens == 1 and self.padding is None and not self.policy.needs_queries,
+        )
+        self.store.put(keys, values, admission)
+
+    def _count_padding(self, real, before: int, number: torch.Tensor, positions: torch.Tensor):
+        """Tells padding from tokens: number of each token among the real ones of its row, and -1 as its position."""
+        tokens = number.shape[-1]
+        known = self.padding if self.padding is not None else number.new_zeros(1)
+        rows = max(known.shape[0], 1 if real is None else real.shape[0])
+        flags = torch.ones(rows, tokens, dtype=torch.bool, device=number.device)
+        if real is not None:
+            flags[:, : real.shape[1]] = real
+        number = (before - known)[:, None, None] + flags.long().cumsum(-1)[:, None] - 1
+        self.padding = known + (~flags).sum(-1)
+        self.store.per_row(rows)
+        return number, torch.where(flags[:, None], positions, -1)
+
+    # Lengths
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, whatever is kept of them."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The full logical mask: attention gathers the columns of what is kept."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: any number of tokens can be seen."""
+        return -1
+
+    @property
+    def kept(self) -> int:
+        """Slots in use, the tokens of an unfinished forward included."""
+        return self.store.length + (self.fresh[0].shape[2] if self.fresh is not None else 0)
+
+    @property
+    def batch(self) -> int:
+        return self.shape[0] if self.shape else 0
+
+    # Contents
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Stored keys, decoded, `[batch, kv_heads, kept, head_dim]`; None before the first update."""
+        return self._contents(0)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Stored values, decoded, `[batch, kv_heads, kept, head_dim]`; None before the first update."""
+        return self._contents(1)
+
+    def _contents(self, side: int) -> torch.Tensor | None:
+        if not self.is_initialized:
+            return None
+        self.settle()
+        stored: Encoded = self.store.view(0, self.store.length)[side]
+        decoded = stored.decode(self.dtype)
+        return decoded if self.fresh is None else torch.cat([decoded, self.fresh[side]], dim=2)
+
+    # Changes of the past
+
+    @property
+    def is_croppable(self) -> bool:
+        """False under a policy: what was dropped for the tokens to be removed can't be brought back."""
+        return self.policy is None
+
+    def activate_past_recording(self) -> None:
+        """From now on a forward is settled by `crop` alone, so that its tokens can be taken back."""
+        self.record_past = True
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """The number of tokens that `crop` would remove.
+
+        Raises:
+            ValueError: it is not a number up to 0, is more than were seen, or reaches behind an eviction.
+        """
+        if (
+            isinstance(tokens_to_remove, bool)
+            or not isinstance(tokens_to_remove, int)
+            or tokens_to_remove > 0
+        ):
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove!r} is not valid: minus the number of tokens to remove is accepted"
+            )
+        remove = -tokens_to_remove
+        if remove > self.seen:
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove} removes more than the {self.seen} tokens seen; "
+                f"{-self.seen} to 0 is accepted"
+            )
+        fresh = self.fresh[0].shape[2] if self.fresh is not None and self.record_past else 0
+        if remove > fresh and self.policy is not None and self.seen - fresh > self.policy.budget:
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove} can't be undone: {self.policy} has dropped tokens since. "
+                f"{-fresh} to 0 is accepted; call activate_past_recording() before a forward to be able to crop it"
+            )
+        return remove
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens as if they had never been (see `check_crop`)."""
+        remove = self.check_crop(tokens_to_remove)
+        if self.fresh is not None and self.record_past and self.policy is not None:
+            tokens = self.fresh[0].shape[2]
+            keep = max(tokens - remove, 0)
+            self.seen -= tokens - keep
+            remove -= tokens - keep
+            # Copied, so that the tokens that are taken back are not held on to.
+            self.fresh = tuple(x[:, :, :keep].clone() for x in self.fresh) if keep else None
+            self._real = self._real[:, :keep] if self._real is not None and keep else None
+        self.settle(force=True)
+        if remove == 0:
+            return
+        self.seen -= remove
+        if self.padding is None:
+            self.store.truncate(self.store.length - remove)
+        else:
+            real = (self.store.positions >= self.seen).sum(-1)[:, 0]
+            self.padding = self.padding - (remove - real)
+            self.store.drop_from(self.seen)
+
+    def reset(self) -> None:
+        """As new, for any batch; memory is given back."""
+        self.store.reset()
+        self.record_past = False
+        self._clear()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Rows of the batch in the order `beam_idx`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices` (numbers or a boolean mask)."""
+        if not self.is_initialized:
+            return
+        indices = torch.as_tensor(indices, device=self.device)
+        indices = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices.long()
+        self._change_rows(lambda x: x.index_select(0, indices.to(x.device)), len(indices))
+        self.store.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after the other."""
+        if not self.is_initialized:
+            return
+        self._change_rows(lambda x: x.repeat_interleave(repeats, dim=0), self.batch * repeats)
+        self.store.repeat(repeats)
+
+    def _change_rows(self, change, batch: int) -> None:
+        self.settle()
+        if self.fresh is not None:
+            self.fresh = tuple(change(x) for x in self.fresh)
+        if self._real is not None and self._real.shape[0] > 1:
+            self._real = change(self._real)
+        if self.padding is not None and self.padding.shape[0] > 1:
+            self.padding = change(self.padding)
+        self.shape = (batch, *self.shape[1:])
+
+    # Devices
+
+    @property
+    def store_device(self) -> torch.device:
+        return next(self.store.tensors()).device
+
+    def offload(self) -> None:
+        """Moves what is stored to the host."""
+        if self.is_initialized:
+            self.settle()
+            self.store.to("cpu")
+
+    def prefetch(self) -> None:
+        """Moves what is stored back to the layer's device."""
+        if self.is_initialized:
+            self.store.to(self.device)

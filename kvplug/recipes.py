@@ -1,0 +1,105 @@
+"""The named caches: a few lines each over `KVCache`, no logic of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvplug.cache import CodecLike, KVCache
+from kvplug.codecs import get_codec
+from kvplug.policies import SinkWindow, Window
+
+Count = int | Sequence[int]
+
+
+class DenseCache(KVCache):
+    """Full precision, grown in place: exact, and no token is copied twice while decoding.
+
+    Args:
+        config: the model or its config.
+    """
+
+    def __init__(self, config: object):
+        super().__init__(config)
+
+
+class QuantCache(KVCache):
+    """Low-bit storage of all tokens.
+
+    Args:
+        config: the model or its config.
+        dtype: "fp8" (e4m3), "int8" or "int4" for both sides.
+        keys, values: a dtype for one side, where it is to differ.
+
+    Raises:
+        ValueError: a dtype is not known.
+    """
+
+    def __init__(
+        self, config: object, dtype: str = "int4", *, keys: str | None = None, values: str | None = None
+    ):
+        both = get_codec(dtype, "dtype")
+        sides = (get_codec(keys or both, "keys"), get_codec(values or both, "values"))
+        super().__init__(config, codec=sides)
+
+
+class WindowCache(KVCache):
+    """The last `window` tokens; what leaves the window is forgotten.
+
+    A model that was trained on full attention collapses once its first tokens are dropped: see `StreamingLLMCache`.
+
+    Args:
+        config: the model or its config.
+        window: tokens kept a layer, or a list with one number for each full-attention layer.
+        codec: storage of what is kept.
+
+    Raises:
+        ValueError: `window` is below 1.
+    """
+
+    def __init__(self, config: object, window: Count, *, codec: CodecLike = None):
+        super().__init__(config, codec=codec, policy=_per_layer(Window, window))
+
+
+class StreamingLLMCache(KVCache):
+    """Attention sinks and a recent window, for streams without end.
+
+    Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023 (arXiv:2309.17453).
+
+    Args:
+        config: the model or its config.
+        sinks: first tokens kept.
+        window: recent tokens kept. Both may be lists with one number for each full-attention layer.
+        positions: "compact" counts distances inside the cache, as the paper does: the sinks are re-rotated from a
+            pristine copy. "original" keeps them as they were.
+        codec: storage of what is kept.
+
+    Raises:
+        ValueError: a count is too small, or the model's rotary embedding can't be re-rotated.
+    """
+
+    def __init__(
+        self,
+        config: object,
+        sinks: Count = 4,
+        window: Count = 1020,
+        *,
+        positions: str = "compact",
+        codec: CodecLike = None,
+    ):
+        super().__init__(
+            config, codec=codec, policy=_per_layer(SinkWindow, sinks, window, positions=positions)
+        )
+
+
+def _per_layer(policy, *counts: Count, **kwargs):
+    """One policy, or a list of them where a count is given for each layer."""
+    lists = [count for count in counts if isinstance(count, Sequence) and not isinstance(count, str)]
+    if not lists:
+        return policy(*counts, **kwargs)
+    if len({len(count) for count in lists}) > 1:
+        raise ValueError(
+            f"{', '.join(map(repr, lists))} differ in length; one number for each layer is accepted"
+        )
+    layers = len(lists[0])
+    rows = zip(*(count if count in lists else [count] * layers for count in counts), strict=True)
+    return [policy(*row, **kwargs) for row in rows]

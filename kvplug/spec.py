@@ -1,0 +1,163 @@
+"""Caches from strings: "streaming:sinks=4,window=508+int4". A typo lists what would be accepted.
+
+Also the planner, which runs a cache on shapes alone, so that its figures can't drift from those that are measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+
+import torch
+from transformers import PreTrainedConfig
+
+from kvplug import compat
+from kvplug.cache import KVCache, make_layers
+from kvplug.codecs import CODECS, Codec, get_codec
+from kvplug.layer import KVLayer
+from kvplug.memory import MemoryReport
+from kvplug.policies import POLICIES, Policy
+
+NAMES = (*CODECS, "quant", *POLICIES)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What a spec says: codecs of keys and values, and a policy."""
+
+    codec: tuple[Codec, Codec]
+    policy: Policy | None
+
+
+def parse(spec: str) -> Composition:
+    """Reads a spec: parts joined by `+`, each `name` or `name:argument=value,argument=value`.
+
+    Raises:
+        ValueError: a name or argument is not known, or two parts choose the same thing; lists what is accepted.
+    """
+    if not isinstance(spec, str) or not spec.strip():
+        raise ValueError(
+            f"spec={spec!r} is not valid; parts joined by '+' are accepted, of {', '.join(NAMES)}"
+        )
+    chosen: dict[str, tuple[str, object]] = {}
+    for part in spec.split("+"):
+        name, _, rest = part.strip().partition(":")
+        arguments = _arguments(spec, name, rest)
+        if name in POLICIES:
+            kind, value = "policy", _policy(name, arguments)
+        elif name == "quant" or name in CODECS:
+            kind, value = "codec", _codecs(name, arguments)
+        else:
+            raise ValueError(f"spec={spec!r}: {name!r} is not a known part; use one of {', '.join(NAMES)}")
+        if kind in chosen:
+            raise ValueError(
+                f"spec={spec!r}: {chosen[kind][0]!r} and {name!r} both choose the {kind}; one is accepted"
+            )
+        chosen[kind] = (name, value)
+    dense = (get_codec(None), get_codec(None))
+    return Composition(chosen.get("codec", ("", dense))[1], chosen.get("policy", ("", None))[1])
+
+
+def _arguments(spec: str, name: str, rest: str) -> dict[str, str]:
+    arguments: dict[str, str] = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, value = (x.strip() for x in item.partition("="))
+        if not equals or not key or not value or key in arguments:
+            raise ValueError(
+                f"spec={spec!r}: {item!r} of {name!r} is not valid; argument=value is accepted, once each"
+            )
+        arguments[key] = value
+    return arguments
+
+
+def _codecs(name: str, arguments: dict[str, str]) -> tuple[Codec, Codec]:
+    accepted = ("dtype", "keys", "values") if name == "quant" else ()
+    _refuse_others(name, arguments, accepted)
+    both = arguments.get("dtype", "int4") if name == "quant" else name
+    return tuple(get_codec(arguments.get(side, both), side) for side in ("keys", "values"))
+
+
+# What a part of a spec may leave out, as the recipe of that name does.
+DEFAULTS = {"streaming": {"sinks": 4, "window": 1020}}
+
+
+def _policy(name: str, arguments: dict[str, str]) -> Policy:
+    known = {f.name: f for f in fields(POLICIES[name])}
+    _refuse_others(name, arguments, tuple(known))
+    values: dict[str, object] = dict(DEFAULTS.get(name, {}))
+    for key, text in arguments.items():
+        values[key] = text if isinstance(known[key].default, str) else _whole(name, key, text)
+    missing = [key for key, f in known.items() if key not in values and f.default is MISSING]
+    if missing:
+        raise ValueError(f"{name!r} needs {', '.join(missing)}; {name}:{missing[0]}=512 is accepted")
+    return POLICIES[name](**values)
+
+
+def _whole(name: str, key: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"{key}={text!r} of {name!r} is not valid; a whole number of tokens is accepted"
+        ) from None
+
+
+def _refuse_others(name: str, arguments: dict[str, str], accepted: tuple[str, ...]) -> None:
+    for key in arguments:
+        if key not in accepted:
+            raise ValueError(
+                f"{key!r} is not an argument of {name!r}; accepted: {', '.join(accepted) or 'none'}"
+            )
+
+
+def from_spec(spec: str, config: object) -> KVCache:
+    """A cache from a string such as `"int4"` or `"window:window=512+fp8"`.
+
+    Args:
+        spec: parts joined by `+`, in any order: a codec (`dense`, `fp8`, `int8`, `int4`, or `quant` with `keys=` and
+            `values=`) and a policy (`window`, `streaming`).
+        config: the model or its config.
+
+    Raises:
+        ValueError: the spec has a typo (lists the valid names), or the model can't be used with it.
+    """
+    composition = parse(spec)
+    return KVCache(config, codec=composition.codec, policy=composition.policy)
+
+
+def plan(
+    config: object, spec: str, tokens: int, batch: int = 1, dtype: torch.dtype | None = None
+) -> MemoryReport:
+    """Exact bytes that a cache will hold after `tokens` tokens, before anything is allocated.
+
+    Args:
+        config: the model or its config; neither is changed.
+        spec: the cache, as for `from_spec`.
+        tokens: tokens seen by each row, prompt and generated ones together.
+        batch: rows, without padding.
+        dtype: the model's; by default what the config names, else fp32.
+
+    Returns:
+        The report that `cache.memory()` gives, to the byte.
+
+    Raises:
+        ValueError: an argument is not valid, or the config has layers whose sizes it does not tell.
+    """
+    for name, value, least in (("tokens", tokens, 0), ("batch", batch, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r} is not valid; a whole number of at least {least} is accepted")
+    composition = parse(spec)
+    layers = make_layers(config, composition.codec, composition.policy)
+    model_config = config if isinstance(config, PreTrainedConfig) else config.config
+    text = compat.text_config(model_config)
+    dtype = dtype or getattr(text, "dtype", None) or getattr(model_config, "dtype", None) or torch.float32
+    cache = KVCache.from_layers(layers)
+    for i, layer in enumerate(layers):
+        heads, key_dim, value_dim = compat.kv_shape(text, i)
+        if not isinstance(layer, KVLayer) and not compat.is_sliding(layer):
+            raise ValueError(
+                f"config={type(text).__name__}: the size of layer {i} ({type(layer).__name__}) is not known"
+            )
+        keys = torch.empty(batch, heads, tokens, key_dim, dtype=dtype, device="meta")
+        values = torch.empty(batch, heads, tokens, value_dim, dtype=dtype, device="meta")
+        cache.update(keys, values, i)
+    return cache.memory()

@@ -1,0 +1,11 @@
+"""The stores by name. Adding one is a file and a line here."""
+
+from __future__ import annotations
+
+from kvplug.stores.base import Held, Store
+from kvplug.stores.contiguous import ContiguousStore
+from kvplug.stores.slots import Admission, admit
+
+STORES: dict[str, type[Store]] = {"contiguous": ContiguousStore}
+
+__all__ = ["STORES", "Admission", "ContiguousStore", "Held", "Store", "admit"]

@@ -1,0 +1,207 @@
+"""One buffer a field, `[batch, kv_heads, capacity, width]`, grown by slabs.
+
+A step writes its own tokens and nothing else: the buffers are copied only when they grow, and under an evicting policy
+they stop growing at the budget and slots are written over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvplug.codecs import Codec, Encoded
+from kvplug.stores.base import Held, Store
+from kvplug.stores.slots import Admission
+
+SLAB = 256
+
+# Buffers must be ordinary tensors even when they are made under `torch.inference_mode`: a later step may run outside of
+# it, and would not be allowed to write to them.
+ordinary_tensors = torch.inference_mode(False)
+
+
+def capacity_for(tokens: int, limit: int | None = None) -> int:
+    """Capacity of a buffer that holds `tokens`: a function of the length alone, so that it can be planned.
+
+    Spare capacity is below 256 tokens, or below 1/32 of what is used once that is more. `limit` is the policy's budget.
+    """
+    slab = max(SLAB, 1 << max(tokens // 32, 1).bit_length() - 1)
+    capacity = -(-tokens // slab) * slab
+    return capacity if limit is None else min(capacity, limit)
+
+
+class Side:
+    """The buffers of one side, keys or values."""
+
+    def __init__(self, codec: Codec):
+        self.codec = codec
+        self.dim = 0
+        self.buffers: dict[str, torch.Tensor] = {}
+
+    def allocate(self, x: torch.Tensor) -> None:
+        self.dim = x.shape[-1]
+        batch, heads = x.shape[:2]
+        self.buffers = {
+            f.name: torch.zeros(batch, heads, 0, f.width, dtype=f.dtype, device=x.device)
+            for f in self.codec.fields(self.dim, x.dtype)
+        }
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.codec.encode(x).fields
+
+    def view(self, start: int, length: int) -> Encoded:
+        fields = {name: buffer.narrow(2, start, length) for name, buffer in self.buffers.items()}
+        return Encoded(self.codec, fields, self.dim)
+
+
+def grown(buffer: torch.Tensor, used: int, capacity: int, fill: int = 0) -> torch.Tensor:
+    """A copy of the buffer with room for `capacity` tokens."""
+    shape = (*buffer.shape[:2], capacity, *buffer.shape[3:])
+    larger = buffer.new_full(shape, fill) if fill else buffer.new_zeros(shape)
+    larger[:, :, :used] = buffer[:, :, :used]
+    return larger
+
+
+class ContiguousStore(Store):
+    """Grows in place. With a `limit`, slots are reused and `positions` tells which token each holds.
+
+    Args:
+        keys, values: the codec of each side.
+        limit: most slots that the policy lets in use, None for no policy.
+    """
+
+    def __init__(self, keys: Codec, values: Codec, limit: int | None = None):
+        self.keys, self.values = Side(keys), Side(values)
+        self.limit = limit
+        self.length = 0
+        self.capacity = 0
+        self._positions: torch.Tensor | None = None
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        return None if self._positions is None else self._positions[..., : self.length]
+
+    @ordinary_tensors
+    def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys.allocate(keys)
+        self.values.allocate(values)
+        self.length = self.capacity = 0
+        if self.limit is not None:
+            self._positions = torch.full((1, 1, 0), -1, dtype=torch.int32, device=keys.device)
+
+    @ordinary_tensors
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` slots; what is new is empty."""
+        if length <= self.capacity:
+            return
+        capacity = capacity_for(length, self.limit)
+        for side in (self.keys, self.values):
+            # One buffer at a time: the old one is freed before the next grows.
+            for name in side.buffers:
+                side.buffers[name] = grown(side.buffers[name], self.length, capacity)
+        if self._positions is not None:
+            self._positions = grown(self._positions, self.length, capacity, fill=-1)
+        self.capacity = capacity
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, start: int | None = None) -> None:
+        """Encodes and adds tokens after those that are there; `start` is the logical position of the first one."""
+        tokens = keys.shape[2]
+        self.reserve(self.length + tokens)
+        for side, x in ((self.keys, keys), (self.values, values)):
+            for name, block in side.encode(x).items():
+                side.buffers[name].narrow(2, self.length, tokens).copy_(block)
+        if self._positions is not None:
+            first = self.length if start is None else start
+            numbers = torch.arange(first, first + tokens, dtype=torch.int32, device=self._positions.device)
+            self._positions.narrow(2, self.length, tokens).copy_(numbers)
+        self.length += tokens
+
+    def put(self, keys: torch.Tensor, values: torch.Tensor, admission: Admission) -> None:
+        """Encodes the new tokens that stay and writes each to its slot (see `Admission`)."""
+        slots, valid = admission.slots, admission.valid
+        for side, x in ((self.keys, keys), (self.values, values)):
+            batch, heads = x.shape[:2]
+
+            def spread(index: torch.Tensor, width: int, batch=batch, heads=heads) -> torch.Tensor:
+                return index[..., None].expand(batch, heads, -1, width)
+
+            kept = x if x.shape[2] == 1 else x.gather(2, spread(admission.source, x.shape[-1]))
+            for name, block in side.encode(kept).items():
+                buffer = side.buffers[name]
+                index = spread(slots, block.shape[-1])
+                if valid is not None:
+                    block = torch.where(spread(valid, block.shape[-1]), block, buffer.gather(2, index))
+                buffer.scatter_(2, index, block)
+        table, numbers = self._positions, admission.positions.to(torch.int32)
+        if valid is not None:
+            numbers = torch.where(valid, numbers, table.gather(2, slots))
+        table.scatter_(2, slots, numbers)
+
+    @ordinary_tensors
+    def per_row(self, rows: int) -> None:
+        """Gives each of `rows` rows positions of its own."""
+        if self._positions is not None and self._positions.shape[0] < rows:
+            self._positions = self._positions.expand(rows, -1, -1).clone()
+
+    def view(self, start: int, length: int) -> tuple[Encoded, Encoded]:
+        return self.keys.view(start, length), self.values.view(start, length)
+
+    def truncate(self, length: int) -> None:
+        if self._positions is not None:
+            self._positions[..., length : self.length] = -1
+        self.length = length
+
+    @ordinary_tensors
+    def drop_from(self, position: int) -> None:
+        """Empties every slot that holds a token of logical position `position` or later."""
+        table = self._positions
+        self._positions = table.masked_fill(table >= position, -1)
+
+    @ordinary_tensors
+    def _map(self, change) -> None:
+        for side in (self.keys, self.values):
+            for name in side.buffers:
+                side.buffers[name] = change(side.buffers[name])
+
+    def select(self, rows: torch.Tensor) -> None:
+        def take(x: torch.Tensor) -> torch.Tensor:
+            return x.index_select(0, rows.to(x.device))
+
+        self._map(take)
+        if self._positions is not None and self._positions.shape[0] > 1:
+            self._positions = take(self._positions)
+
+    def repeat(self, repeats: int) -> None:
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        if self._positions is not None and self._positions.shape[0] > 1:
+            self._positions = self._positions.repeat_interleave(repeats, dim=0)
+
+    def to(self, device: torch.device | str) -> None:
+        self._map(lambda x: x.to(device, non_blocking=True))
+        if self._positions is not None:
+            self._positions = self._positions.to(device, non_blocking=True)
+
+    def reset(self) -> None:
+        self.__init__(self.keys.codec, self.values.codec, self.limit)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.keys.buffers.values()
+        yield from self.values.buffers.values()
+        if self._positions is not None:
+            yield self._positions
+
+    def held(self) -> Held:
+        used = {"keys": 0, "values": 0, "scales": 0}
+        total = 0
+        for name, side in (("keys", self.keys), ("values", self.values)):
+            kinds = {f.name: f.kind for f in side.codec.fields(side.dim, torch.float32)}
+            for field, buffer in side.buffers.items():
+                share = buffer[:, :, : self.length].numel() * buffer.itemsize
+                used[name if kinds[field] == "codes" else "scales"] += share
+                total += buffer.numel() * buffer.itemsize
+        tables = 0
+        if self._positions is not None:
+            tables = self.positions.numel() * self._positions.itemsize
+            total += self._positions.numel() * self._positions.itemsize
+        return Held(**used, tables=tables, spare=total - sum(used.values()) - tables)

@@ -1,0 +1,201 @@
+"""What attention reads: segments of stored tokens and the logical position of each slot, and the handle `update` returns.
+
+A view lives for one layer of one forward. It never copies: it refers to the store's buffers and to the new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._pytree import tree_map
+
+from kvplug.codecs import Encoded
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Keys and values of some tokens.
+
+    `positions` `[rows, kv_heads or 1, tokens]` (rows: batch or 1) holds each slot's logical position, -1 for an empty
+    slot; None means that the slots hold consecutive tokens from `start` on.
+    """
+
+    keys: Encoded
+    values: Encoded
+    start: int = 0
+    positions: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.tokens
+
+    def logical(self, device: torch.device) -> torch.Tensor:
+        """The positions, written out."""
+        if self.positions is not None:
+            return self.positions.long()
+        return torch.arange(self.start, self.start + self.tokens, device=device)[None, None]
+
+
+@dataclass
+class KVView:
+    """The tokens that the queries of one forward may attend to.
+
+    Args:
+        segments: what is stored, oldest first, and last the tokens of this forward.
+        seen: logical length, the tokens of this forward included.
+        queries: tokens of this forward.
+        dtype: the model's dtype.
+        evicting: whether the cache drops tokens, so that a mask that is not gathered would be wrong.
+        holes: whether some slots may be empty (rows of a batch hold different numbers of tokens).
+        done: called once attention is over, with the query and the mask, to let the layer settle.
+    """
+
+    segments: list[Segment]
+    seen: int
+    queries: int
+    dtype: torch.dtype
+    evicting: bool = False
+    holes: bool = False
+    done: Callable[[torch.Tensor | None, torch.Tensor | None], None] = field(default=lambda query, mask: None)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.segments[-1].keys.tensors()).device
+
+    @property
+    def tokens(self) -> int:
+        """Slots in the view."""
+        return sum(segment.tokens for segment in self.segments)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether slot i holds the token of logical position i, so that a mask needs no gathering."""
+        return all(segment.positions is None for segment in self.segments)
+
+    def positions(self) -> torch.Tensor:
+        """Logical position of every slot, `[rows, kv_heads or 1, tokens]`, -1 where there is none."""
+        parts = [segment.logical(self.device) for segment in self.segments]
+        rows = max(p.shape[0] for p in parts)
+        heads = max(p.shape[1] for p in parts)
+        return torch.cat([p.expand(rows, heads, -1) for p in parts], dim=-1)
+
+    def keys(self) -> torch.Tensor:
+        """All keys, decoded: `[batch, kv_heads, tokens, head_dim]`."""
+        return self._decode("keys")
+
+    def values(self) -> torch.Tensor:
+        """All values, decoded: `[batch, kv_heads, tokens, head_dim]`."""
+        return self._decode("values")
+
+    def _decode(self, side: str) -> torch.Tensor:
+        parts = [getattr(segment, side).decode(self.dtype) for segment in self.segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def align(self, mask: torch.Tensor | None, causal: bool = True) -> torch.Tensor | None:
+        """The logical mask with its columns gathered at the positions of the slots.
+
+        Args:
+            mask: None (nothing masked but the future), a padding mask `[batch, seen]`, or a full mask
+                `[batch or 1, heads or 1, queries, >= seen]`, boolean or additive.
+            causal: whether a query may not see tokens after it, where `mask` does not say.
+
+        Returns:
+            `[batch or 1, heads or 1, queries, tokens]` of the mask's kind, or None when every slot is visible.
+
+        Raises:
+            ValueError: the mask has fewer columns than tokens were seen.
+        """
+        if mask is not None and mask.shape[-1] < self.seen:
+            raise ValueError(
+                f"attention_mask has {mask.shape[-1]} columns, but the cache has seen {self.seen} tokens: "
+                "pass a mask over all of them, those already in the cache included"
+            )
+        if mask is None or mask.ndim == 2:
+            if mask is None and (self.queries == 1 or not causal) and not self.holes:
+                return None
+            positions = self.positions()
+            visible = (positions >= 0)[:, :, None, :]
+            if causal and self.queries > 1:
+                query = torch.arange(self.seen - self.queries, self.seen, device=positions.device)
+                visible = visible & (positions[:, :, None, :] <= query[None, None, :, None])
+            if mask is not None:
+                rows = mask.bool()[:, None].expand(-1, positions.shape[1], -1)
+                index = positions.clamp(min=0).expand(mask.shape[0], -1, -1)
+                visible = visible & rows.gather(-1, index)[:, :, None, :]
+            return visible
+        if self.in_order:
+            return mask[..., : self.seen]
+        positions = self.positions()[:, :, None, :]
+        batch = max(mask.shape[0], positions.shape[0])
+        heads = max(mask.shape[1], positions.shape[1])
+        if mask.shape[1] > 1 and positions.shape[1] > 1:
+            positions = positions.repeat_interleave(heads // positions.shape[1], dim=1)
+        index = positions.clamp(min=0).expand(batch, heads, mask.shape[2], -1)
+        gathered = mask.expand(batch, heads, -1, -1).gather(-1, index)
+        if not self.holes:
+            return gathered
+        if gathered.dtype == torch.bool:
+            return gathered & (positions >= 0)
+        return gathered.masked_fill(positions < 0, torch.finfo(gathered.dtype).min)
+
+
+class KVTensor(torch.Tensor):
+    """The handle of a view's keys or values that `update` returns to the model.
+
+    The registered attention function reads the view behind it. Any other operation gets the decoded tensor, once both
+    sides were decoded the layer settles. Under a cache that evicts that would pair slots with the wrong columns of the
+    mask, so it raises instead.
+    """
+
+    kv: KVView
+    side: str
+
+    @staticmethod
+    def __new__(cls, view: KVView, side: str, pair: list) -> KVTensor:
+        newest: Encoded = getattr(view.segments[-1], side)
+        sample = next(newest.tensors())
+        shape = (sample.shape[0], sample.shape[1], view.seen, newest.dim)
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=view.dtype, device=sample.device)
+        handle.kv, handle.side, handle.pair = view, side, pair
+        pair.append(None)
+        return handle
+
+    @classmethod
+    def of(cls, view: KVView) -> tuple[KVTensor, KVTensor]:
+        """The two handles of a view: keys and values."""
+        pair: list = []
+        return cls(view, "keys", pair), cls(view, "values", pair)
+
+    def decoded(self) -> torch.Tensor:
+        """The plain tensor `[batch, kv_heads, seen, head_dim]`.
+
+        Raises:
+            ValueError: the cache evicts tokens, so only the attention function registered as "kvplug" can read it.
+        """
+        if self.kv.evicting:
+            raise ValueError(
+                "this cache evicts tokens, but the model read its keys or values outside the attention function "
+                "'kvplug', where the mask would not match them. Build the cache from the model itself (or from its own "
+                "config object, not a copy), or call kvplug.attach(model). A model with its own attention code needs a "
+                "cache that keeps all tokens (DenseCache, QuantCache)."
+            )
+        slot = 0 if self.side == "keys" else 1
+        if self.pair[slot] is None:
+            self.pair[slot] = getattr(self.kv, self.side)()
+            if all(side is not None for side in self.pair):
+                self.kv.done(None, None)
+        return self.pair[slot]
+
+    def __repr__(self) -> str:
+        return f"KVTensor({self.side}, shape={tuple(self.shape)}, dtype={self.dtype}, slots={self.kv.tokens})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def plain(x):
+            return x.decoded() if isinstance(x, KVTensor) else x
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
