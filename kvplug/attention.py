@@ -66,14 +66,14 @@ def attention_forward(
         return compat.attention_function(name, module)(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    if len(view.segments) == 1 and view.in_order:
-        # The first forward: all there is are its own tokens, and nothing is there to be read back.
-        first = view.segments[0]
+    able = name != "sdpa" or (kwargs.get("softcap") is None and kwargs.get("s_aux") is None)
+    if view.plain and able and (view.queries > 1 or view.seen == 1 or name != "sdpa"):
+        # A first forward, where nothing is there to be read back, or a cache in full precision.
         out = compat.attention_function(name, module)(
             module,
             query,
-            first.keys.decode(view.dtype),
-            first.values.decode(view.dtype),
+            view.keys(),
+            view.values(),
             attention_mask,
             scaling=scaling,
             dropout=dropout,

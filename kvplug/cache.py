@@ -41,7 +41,7 @@ class KVCache(compat.Cache):
         config: object,
         *,
         codec: CodecLike | tuple[CodecLike, CodecLike] = None,
-        policy: Policy | None | Sequence[Policy | None] = None,
+        policy: Policy | Sequence[Policy | None] | None = None,
     ):
         layers = make_layers(config, codec, policy)
         evicting = any(isinstance(layer, KVLayer) and layer.policy for layer in layers)
@@ -107,6 +107,20 @@ class KVCache(compat.Cache):
             layer_idx = next(i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer))
         return super().get_seq_length(layer_idx)
 
+    def activate_past_recording(self) -> None:
+        """Defers eviction until `crop`, so that the tokens of a forward can be taken back.
+
+        Raises:
+            ValueError: the cache evicts, and this transformers would go on to speculate on it without asking whether
+                it can be cropped: a chunk of drafted tokens sees more than they would see one by one.
+        """
+        if not self.is_croppable and not compat.ASSISTED_DECODING_ASKS:
+            raise ValueError(
+                "this cache evicts tokens and can't be cropped to restore what a draft displaced; a cache that keeps "
+                "all tokens is accepted for assisted decoding (recording needs a newer transformers)"
+            )
+        super().activate_past_recording()
+
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens.
 
@@ -160,20 +174,16 @@ def make_layers(config: object, codec, policy) -> list:
         )
     sides = codec if isinstance(codec, tuple | list) else (codec, codec)
     if len(sides) != 2:
-        raise ValueError(
-            f"codec={codec!r} is not valid; one codec, or a pair for keys and values is accepted"
-        )
+        raise ValueError(f"codec={codec!r} is not valid; one codec, or a pair for keys and values is accepted")
     keys, values = (get_codec(side) for side in sides)
-    policies = list(policy) if isinstance(policy, Sequence) else [policy] * len(full)
+    policies = list(policy) if isinstance(policy, list | tuple) else [policy] * len(full)
     if len(policies) != len(full):
         raise ValueError(
             f"policy has {len(policies)} entries; one for each of the {len(full)} full-attention layers is accepted"
         )
     for one in policies:
         if one is not None and not isinstance(one, Policy):
-            raise ValueError(
-                f"policy={one!r} is not accepted; pass a kvplug policy such as kvplug.policies.Window"
-            )
+            raise ValueError(f"policy={one!r} is not accepted; pass a kvplug policy such as kvplug.policies.Window")
     ropes = _ropes(text, full, policies)
     for i, one, rope in zip(full, policies, ropes, strict=True):
         layers[i] = KVLayer(keys, values, one, rope)

@@ -5,16 +5,18 @@ Supported: transformers 5.17 up to the newest 5.x.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 __all__ = [
+    "ASSISTED_DECODING_ASKS",
     "AttentionInterface",
     "AttentionMaskInterface",
     "Cache",
@@ -57,6 +59,10 @@ def kv_shape(config: PreTrainedConfig, layer_idx: int) -> tuple[int, int, int]:
     heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
     dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
     return heads, dim, dim
+
+
+# Whether assisted decoding asks `is_croppable` before it relies on cropping (5.17 goes on without asking).
+ASSISTED_DECODING_ASKS = "is_croppable" in inspect.getsource(GenerationMixin._assisted_decoding)
 
 
 def can_route(model: torch.nn.Module) -> bool:

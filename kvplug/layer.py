@@ -6,6 +6,8 @@ freed and what stays is encoded. Nothing here looks at scores or at bytes.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -14,6 +16,14 @@ from kvplug.policies import Policy, SinkWindow
 from kvplug.rope import Rope
 from kvplug.stores import STORES, admit
 from kvplug.view import KVTensor, KVView, Segment
+
+
+def _whole(number: object) -> int | None:
+    """An int from an int or an integer tensor of one element, else None."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None
 
 
 class KVLayer(CacheLayerMixin):
@@ -95,7 +105,8 @@ class KVLayer(CacheLayerMixin):
             self.store.append(*kept)
             if before == 0:
                 return key_states, value_states
-            return tuple(side.fields["codes"] for side in self.store.view(0, self.store.length))
+            stored = Segment(*self.store.view(0, self.store.length))
+            return KVTensor.of(KVView([stored], seen=self.seen, queries=tokens, dtype=self.dtype))
         if self.fresh is not None:
             kept = tuple(torch.cat(pair, dim=2) for pair in zip(self.fresh, kept, strict=True))
         self.fresh = kept
@@ -104,16 +115,10 @@ class KVLayer(CacheLayerMixin):
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         for name, x in (("key_states", key_states), ("value_states", value_states)):
             if x.ndim != 4:
-                raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}; [batch, kv_heads, tokens, head_dim] is accepted"
-                )
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; [batch, kv_heads, tokens, head_dim] is accepted")
         got = (*key_states.shape[:2], key_states.shape[-1], value_states.shape[-1])
         if key_states.shape[:3] != value_states.shape[:3] or (self.shape is not None and got != self.shape):
-            held = (
-                f"a cache of batch, kv_heads, key and value width {self.shape}"
-                if self.shape
-                else "each other"
-            )
+            held = f"a cache of batch, kv_heads, key and value width {self.shape}" if self.shape else "each other"
             raise ValueError(
                 f"key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} do not fit {held}; "
                 "call reset() to use the cache for another batch"
@@ -206,9 +211,7 @@ class KVLayer(CacheLayerMixin):
                 real[:, : self._real.shape[1]] |= self._real
         self._real = real
 
-    def _admit(
-        self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None
-    ) -> None:
+    def _admit(self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None) -> None:
         tokens = keys.shape[2]
         positions = torch.arange(before, before + tokens, device=keys.device)[None, None]
         number = torch.arange(tokens, device=keys.device)[None, None]
@@ -304,15 +307,12 @@ class KVLayer(CacheLayerMixin):
         Raises:
             ValueError: it is not a number up to 0, is more than were seen, or reaches behind an eviction.
         """
-        if (
-            isinstance(tokens_to_remove, bool)
-            or not isinstance(tokens_to_remove, int)
-            or tokens_to_remove > 0
-        ):
+        count = _whole(tokens_to_remove)
+        if count is None or count > 0:
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove!r} is not valid: minus the number of tokens to remove is accepted"
             )
-        remove = -tokens_to_remove
+        remove = -count
         if remove > self.seen:
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove} removes more than the {self.seen} tokens seen; "

@@ -34,9 +34,7 @@ class QuantCache(KVCache):
         ValueError: a dtype is not known.
     """
 
-    def __init__(
-        self, config: object, dtype: str = "int4", *, keys: str | None = None, values: str | None = None
-    ):
+    def __init__(self, config: object, dtype: str = "int4", *, keys: str | None = None, values: str | None = None):
         both = get_codec(dtype, "dtype")
         sides = (get_codec(keys or both, "keys"), get_codec(values or both, "values"))
         super().__init__(config, codec=sides)
@@ -86,20 +84,16 @@ class StreamingLLMCache(KVCache):
         positions: str = "compact",
         codec: CodecLike = None,
     ):
-        super().__init__(
-            config, codec=codec, policy=_per_layer(SinkWindow, sinks, window, positions=positions)
-        )
+        super().__init__(config, codec=codec, policy=_per_layer(SinkWindow, sinks, window, positions=positions))
 
 
 def _per_layer(policy, *counts: Count, **kwargs):
     """One policy, or a list of them where a count is given for each layer."""
-    lists = [count for count in counts if isinstance(count, Sequence) and not isinstance(count, str)]
+    lists = [count for count in counts if isinstance(count, list | tuple)]
     if not lists:
         return policy(*counts, **kwargs)
     if len({len(count) for count in lists}) > 1:
-        raise ValueError(
-            f"{', '.join(map(repr, lists))} differ in length; one number for each layer is accepted"
-        )
+        raise ValueError(f"{', '.join(map(repr, lists))} differ in length; one number for each layer is accepted")
     layers = len(lists[0])
     rows = zip(*(count if count in lists else [count] * layers for count in counts), strict=True)
     return [policy(*row, **kwargs) for row in rows]

@@ -44,15 +44,13 @@ class Rope:
         if parameters and isinstance(parameters.get("full_attention"), dict):
             parameters = parameters["full_attention"]
         if not parameters or getattr(config, "qk_rope_head_dim", None):
-            raise ValueError(
-                f"the keys of a {kind} model can't be re-rotated: its cache holds no rotary keys; {HINT}"
-            )
+            raise ValueError(f"the keys of a {kind} model can't be re-rotated: its cache holds no rotary keys; {HINT}")
         rope_type = parameters.get("rope_type", "default")
         if rope_type not in STATIC_TYPES:
             raise ValueError(
                 f"rope_type={rope_type!r} can't be re-rotated; supported are {', '.join(STATIC_TYPES)}; {HINT}"
             )
-        return cls(_frequencies(config, parameters, rope_type), _interleaved(config, kind))
+        return cls(_frequencies(config, rope_type), _interleaved(config, kind))
 
     def rotate(self, x: torch.Tensor, shift: int | torch.Tensor) -> torch.Tensor:
         """Moves keys by `shift` positions: what a key at position p would be at p + shift.
@@ -83,9 +81,7 @@ class Rope:
 def rope_of_layers(config: PreTrainedConfig, layers: list[int]) -> list[Rope | None]:
     """The rotation of each of the layers `layers`, None where a layer has no rotary embedding."""
     without = getattr(config, "no_rope_layers", None)
-    if getattr(config, "model_type", "") in UNROTATED_FULL_ATTENTION and getattr(
-        config, "sliding_window", None
-    ):
+    if getattr(config, "model_type", "") in UNROTATED_FULL_ATTENTION and getattr(config, "sliding_window", None):
         return [None] * len(layers)
     rope = Rope.from_config(config)
     # In `no_rope_layers` 1 stands for a layer that has a rotary embedding.
@@ -99,36 +95,42 @@ def _angles(inv_freq: tuple[float, ...], shift: torch.Tensor) -> tuple[torch.Ten
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_angles(
-    inv_freq: tuple[float, ...], shift: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cached_angles(inv_freq: tuple[float, ...], shift: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     # All layers of a step move by the same number of positions.
     with torch.inference_mode(False):
         return _angles(inv_freq, torch.tensor(shift, dtype=torch.float64, device=device))
 
 
-def _frequencies(config: PreTrainedConfig, parameters: dict, rope_type: str) -> tuple[float, ...]:
-    if rope_type != "default":
-        # The scaling factor of yarn is already in the keys; moving them must leave their norms alone.
-        layer_type = "full_attention" if "full_attention" in config.rope_parameters else None
-        extra = {"layer_type": layer_type} if layer_type else {}
-        inv_freq, _ = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu", **extra)
-        return tuple(inv_freq.double().tolist())
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    return tuple((1.0 / parameters["rope_theta"] ** exponents).double().tolist())
+def _frequencies(config: PreTrainedConfig, rope_type: str) -> tuple[float, ...]:
+    extra = {"layer_type": "full_attention"} if "full_attention" in config.rope_parameters else {}
+    if rope_type == "default":
+        compute = _embedding(config).compute_default_rope_parameters
+    else:
+        compute = ROPE_INIT_FUNCTIONS[rope_type]
+    # The scaling factor of yarn is already in the keys; moving them must leave their norms alone.
+    inv_freq, _ = compute(config, device=torch.device("cpu"), **extra)
+    return tuple(inv_freq.double().tolist())
+
+
+def _modeling(config: PreTrainedConfig):
+    return importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+
+
+def _embedding(config: PreTrainedConfig) -> type:
+    """The model's own rotary embedding: families differ in what of the config they heed."""
+    for name, member in vars(_modeling(config)).items():
+        vision = any(word in name for word in ("Vision", "Audio", "Image"))
+        if name.endswith("RotaryEmbedding") and hasattr(member, "compute_default_rope_parameters") and not vision:
+            return member
+    raise ValueError(f"the keys of a {config.model_type} model can't be re-rotated: its embedding is not known; {HINT}")
 
 
 def _interleaved(config: PreTrainedConfig, kind: str) -> bool:
     """Which channels the model pairs, asked of its own `rotate_half`."""
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    rotate_half = getattr(importlib.import_module(name), "rotate_half", None)
+    rotate_half = getattr(_modeling(config), "rotate_half", None)
     probe = rotate_half(torch.arange(4.0)).tolist() if rotate_half else None
     if probe == [-2.0, -3.0, 0.0, 1.0]:
         return False
     if probe == [-1.0, 0.0, -3.0, 2.0]:
         return True
-    raise ValueError(
-        f"the keys of a {kind} model can't be re-rotated: its rotary embedding is not known; {HINT}"
-    )
+    raise ValueError(f"the keys of a {kind} model can't be re-rotated: its rotary embedding is not known; {HINT}")

@@ -35,9 +35,7 @@ def parse(spec: str) -> Composition:
         ValueError: a name or argument is not known, or two parts choose the same thing; lists what is accepted.
     """
     if not isinstance(spec, str) or not spec.strip():
-        raise ValueError(
-            f"spec={spec!r} is not valid; parts joined by '+' are accepted, of {', '.join(NAMES)}"
-        )
+        raise ValueError(f"spec={spec!r} is not valid; parts joined by '+' are accepted, of {', '.join(NAMES)}")
     chosen: dict[str, tuple[str, object]] = {}
     for part in spec.split("+"):
         name, _, rest = part.strip().partition(":")
@@ -49,9 +47,7 @@ def parse(spec: str) -> Composition:
         else:
             raise ValueError(f"spec={spec!r}: {name!r} is not a known part; use one of {', '.join(NAMES)}")
         if kind in chosen:
-            raise ValueError(
-                f"spec={spec!r}: {chosen[kind][0]!r} and {name!r} both choose the {kind}; one is accepted"
-            )
+            raise ValueError(f"spec={spec!r}: {chosen[kind][0]!r} and {name!r} both choose the {kind}; one is accepted")
         chosen[kind] = (name, value)
     dense = (get_codec(None), get_codec(None))
     return Composition(chosen.get("codec", ("", dense))[1], chosen.get("policy", ("", None))[1])
@@ -62,9 +58,7 @@ def _arguments(spec: str, name: str, rest: str) -> dict[str, str]:
     for item in filter(None, rest.split(",")):
         key, equals, value = (x.strip() for x in item.partition("="))
         if not equals or not key or not value or key in arguments:
-            raise ValueError(
-                f"spec={spec!r}: {item!r} of {name!r} is not valid; argument=value is accepted, once each"
-            )
+            raise ValueError(f"spec={spec!r}: {item!r} of {name!r} is not valid; argument=value is accepted, once each")
         arguments[key] = value
     return arguments
 
@@ -96,17 +90,13 @@ def _whole(name: str, key: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(
-            f"{key}={text!r} of {name!r} is not valid; a whole number of tokens is accepted"
-        ) from None
+        raise ValueError(f"{key}={text!r} of {name!r} is not valid; a whole number of tokens is accepted") from None
 
 
 def _refuse_others(name: str, arguments: dict[str, str], accepted: tuple[str, ...]) -> None:
     for key in arguments:
         if key not in accepted:
-            raise ValueError(
-                f"{key!r} is not an argument of {name!r}; accepted: {', '.join(accepted) or 'none'}"
-            )
+            raise ValueError(f"{key!r} is not an argument of {name!r}; accepted: {', '.join(accepted) or 'none'}")
 
 
 def from_spec(spec: str, config: object) -> KVCache:
@@ -124,9 +114,7 @@ def from_spec(spec: str, config: object) -> KVCache:
     return KVCache(config, codec=composition.codec, policy=composition.policy)
 
 
-def plan(
-    config: object, spec: str, tokens: int, batch: int = 1, dtype: torch.dtype | None = None
-) -> MemoryReport:
+def plan(config: object, spec: str, tokens: int, batch: int = 1, dtype: torch.dtype | None = None) -> MemoryReport:
     """Exact bytes that a cache will hold after `tokens` tokens, before anything is allocated.
 
     Args:

@@ -1,4 +1,4 @@
-"""What attention reads: segments of stored tokens and the logical position of each slot, and the handle `update` returns.
+"""What attention reads: segments of stored tokens with the position of each slot, and the handle `update` returns.
 
 A view lives for one layer of one forward. It never copies: it refers to the store's buffers and to the new tokens.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._pytree import tree_map
 
-from kvplug.codecs import Encoded
+from kvplug.codecs import Encoded, Plain
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,17 @@ class KVView:
     def in_order(self) -> bool:
         """Whether slot i holds the token of logical position i, so that a mask needs no gathering."""
         return all(segment.positions is None for segment in self.segments)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the view is one run of tokens in the model's dtype: what any attention function takes as it is."""
+        only = self.segments[0]
+        return (
+            len(self.segments) == 1
+            and self.in_order
+            and isinstance(only.keys.codec, Plain)
+            and isinstance(only.values.codec, Plain)
+        )
 
     def positions(self) -> torch.Tensor:
         """Logical position of every slot, `[rows, kv_heads or 1, tokens]`, -1 where there is none."""
@@ -183,7 +194,8 @@ class KVTensor(torch.Tensor):
             )
         slot = 0 if self.side == "keys" else 1
         if self.pair[slot] is None:
-            self.pair[slot] = getattr(self.kv, self.side)()
+            # The handle claims contiguous strides, which a first forward's keys need not have.
+            self.pair[slot] = getattr(self.kv, self.side)().contiguous()
             if all(side is not None for side in self.pair):
                 self.kv.done(None, None)
         return self.pair[slot]

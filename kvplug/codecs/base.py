@@ -35,7 +35,7 @@ class Field:
 class Encoded:
     """Keys or values of some tokens as they are stored.
 
-    `fields` maps a field's name to a tensor `[batch, kv_heads, tokens, width]`; `dim` is the head_dim that decoding gives.
+    `fields` maps a field's name to a tensor `[batch, kv_heads, tokens, width]`; decoding gives head_dim `dim`.
     """
 
     codec: Codec
@@ -113,7 +113,11 @@ class Codec:
             x = x * block.scale.transpose(-1, -2)
         if block.zero is not None:
             x = x + block.zero.transpose(-1, -2)
-        return self.unrotate(x).to(dtype)
+        x = self.unrotate(x)
+        if dtype == torch.float16:
+            # A value near fp16's largest may come back just above it.
+            x = x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+        return x.to(dtype)
 
     def nbytes(self, tokens: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Exact bytes of `tokens` tokens of `heads` heads of one sequence, scales and zero points included."""
@@ -141,7 +145,7 @@ def hadamard(block: int, device: torch.device) -> torch.Tensor:
 
 
 def rotate_blocks(x: torch.Tensor) -> torch.Tensor:
-    """Hadamard rotation along the last dimension in blocks of its largest power-of-two divisor (head_dim 80: 5 × 16)."""
+    """Hadamard rotation along the last dimension, in blocks of its largest power-of-two divisor (80: 5 × 16)."""
     dim = x.shape[-1]
     block = dim & -dim
     if block == 1:

@@ -17,15 +17,19 @@ from kvplug.codecs.cast import SCALE_DTYPE
 def quantize(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Asymmetric rounding along the last dimension to the codes 0 … levels.
 
-    x fp32 `[..., dim]` → codes uint8 `[..., dim]`, scale and zero `[..., 1]` in 16 bits. The zero point is rounded down
-    and the scale up, so every element lies within the codes' range and comes back within half of the stored scale.
+    x fp32 `[..., dim]` → codes uint8 `[..., dim]`, scale and zero `[..., 1]` in 16 bits. The zero point is the end of
+    the range that is smaller in magnitude; it is rounded outwards and the scale up, so every element lies within the
+    codes' range and comes back within half of the stored scale.
     """
+    # Where the lower end is the larger one, the vector is mirrored, and the scale stored negative.
+    sign = torch.where(x.amin(-1, keepdim=True) + x.amax(-1, keepdim=True) < 0, -1.0, 1.0)
+    x = x * sign
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     zero = round_down(low, SCALE_DTYPE)
     scale = round_up((high - zero.float()) / levels, SCALE_DTYPE)
-    step = scale.float()
-    step = torch.where(step > 0, step, 1.0)
+    step = torch.where(scale > 0, scale.float(), 1.0)
     codes = ((x - zero.float()) / step).round().clamp(0, levels).to(torch.uint8)
+    scale, zero = scale * sign.to(SCALE_DTYPE), zero * sign.to(SCALE_DTYPE)
     return codes, scale, zero
 
 
@@ -67,9 +71,7 @@ class Int8(Codec):
 
     def linear(self, encoded: Encoded) -> Linear:
         f = encoded.fields
-        return Linear(
-            f["codes"].float(), f["scale"].float().transpose(-1, -2), f["zero"].float().transpose(-1, -2)
-        )
+        return Linear(f["codes"].float(), f["scale"].float().transpose(-1, -2), f["zero"].float().transpose(-1, -2))
 
 
 @dataclass(frozen=True)

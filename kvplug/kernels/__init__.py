@@ -24,6 +24,8 @@ def attend(
     """Softmax attention over a view, `[batch, heads, queries, value_dim]`; arguments as for `reference.attend`."""
     kv_heads = next(view.segments[0].keys.tensors()).shape[1]
     rows = query.shape[1] // kv_heads * query.shape[2]
-    if rows <= FEW_ROWS or softcap is not None or sinks is not None:
+    special = softcap is not None or sinks is not None
+    # A run of tokens in full precision needs no decoding, so torch's own attention reads it in place.
+    if special or (rows <= FEW_ROWS and not view.plain):
         return blocks.attend(query, view, mask, scale, softcap, sinks)
     return dense.attend(query, view, mask, scale)

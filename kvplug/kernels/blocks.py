@@ -1,4 +1,4 @@
-"""Attention for few queries, straight from the encoded bytes, in blocks that fit the cache of a CPU core.
+"""Attention for few queries, straight from the encoded bytes, in blocks of a bounded size.
 
 The whole cache is never decoded: a block of codes is turned into fp32, multiplied and dropped. Scales and zero points
 are applied to scores and weights, a rotated codec's rotation to the query and the output.
@@ -11,8 +11,8 @@ import torch
 from kvplug.codecs import Encoded
 from kvplug.view import KVView
 
-# Elements of a block of codes once they are fp32: 1 MiB.
-BLOCK_ELEMENTS = 1 << 18
+# Elements of a block of codes once they are fp32: 16 MiB. Smaller ones would fit a core's cache but cost more calls.
+BLOCK_ELEMENTS = 1 << 22
 
 
 def attend(
@@ -43,7 +43,7 @@ def attend(
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor, group: int) -> torch.Tensor:
-    """Applies a mask `[batch or 1, 1, kv_heads or heads, queries, slots]` to scores `[batch, kv_heads, rows, slots]`."""
+    """Applies a mask `[.., 1, kv_heads or heads, queries, slots]` to scores `[batch, kv_heads, rows, slots]`."""
     batch, kv_heads, rows, slots = scores.shape
     queries = rows // group
     if mask.shape[1] == kv_heads * group:
@@ -58,9 +58,7 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor, group: int) -> torch.Tenso
     return scores.reshape(batch, kv_heads, rows, slots)
 
 
-def _softmax(
-    scores: torch.Tensor, sinks: torch.Tensor | None, kv_heads: int, group: int, queries: int
-) -> torch.Tensor:
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, kv_heads: int, group: int, queries: int) -> torch.Tensor:
     if sinks is None:
         return scores.softmax(-1)
     extra = sinks.float().reshape(1, kv_heads, group, 1).expand(scores.shape[0], -1, -1, queries)

@@ -29,7 +29,8 @@ def attend(
         sinks: one learned logit a query head, `[heads]`, that takes its share of the softmax (GPT-OSS).
 
     Returns:
-        The output `[batch, heads, queries, value_dim]` and the weights `[batch, heads, queries, slots]`, in query's dtype.
+        The output `[batch, heads, queries, value_dim]` and the weights `[batch, heads, queries, slots]`, as query's
+        dtype.
     """
     heads = query.shape[1]
     keys, values = view.keys().float(), view.values().float()

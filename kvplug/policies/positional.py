@@ -17,9 +17,7 @@ POSITIONS = ("compact", "original")
 def check_count(name: str, value: int, least: int) -> None:
     """Raises ValueError unless `value` is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(
-            f"{name}={value!r} is not valid: a whole number of tokens, at least {least}, is accepted"
-        )
+        raise ValueError(f"{name}={value!r} is not valid: a whole number of tokens, at least {least}, is accepted")
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class SinkWindow(Policy):
     """Keeps the first `sinks` and the last `window` tokens (StreamingLLM).
 
     Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023 (arXiv:2309.17453). With
-    `positions="compact"` distances are counted inside the cache, as in the paper; with "original" they stay as they were.
+    `positions="compact"` distances are counted inside the cache, as in the paper; with "original" they stay.
     """
 
     sinks: int

@@ -1,0 +1,142 @@
+"""The picture of a trade-off: quality against memory, one point for each cache, each named where it stands.
+
+Must stay readable at the width of a README, in grey and to the colour-blind: markers differ by shape, not only colour.
+"""
+
+import math
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display is asked for
+
+from matplotlib import pyplot as plt
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.transforms import Bbox
+
+# Okabe and Ito's colours, which stay apart for every kind of colour vision.
+STYLES = {
+    "kvplug, all tokens kept": dict(marker="o", color="#0072B2", markersize=9),
+    "kvplug, old tokens dropped": dict(marker="D", color="#009E73", markersize=8),
+    "transformers": dict(marker="s", color="#D55E00", markersize=8, markerfacecolor="white", markeredgewidth=2),
+}
+# Where a label may stand beside its point, in points: the first that touches nothing is taken.
+PLACES = [
+    (10, 0, "left", "center"),
+    (-10, 0, "right", "center"),
+    (0, 10, "center", "bottom"),
+    (0, -10, "center", "top"),
+    (9, 9, "left", "bottom"),
+    (9, -9, "left", "top"),
+    (-9, 9, "right", "bottom"),
+    (-9, -9, "right", "top"),
+    (0, 22, "center", "bottom"),
+    (0, -22, "center", "top"),
+    (16, 20, "left", "bottom"),
+    (16, -20, "left", "top"),
+    (-16, 20, "right", "bottom"),
+    (-16, -20, "right", "top"),
+    (0, 36, "center", "bottom"),
+    (0, -36, "center", "top"),
+]
+
+
+def style_of(entry: dict) -> str:
+    """Which of `STYLES` a result belongs to."""
+    if entry["spec"].startswith("transformers:"):
+        return "transformers"
+    return "kvplug, old tokens dropped" if entry["memory"]["drops_tokens"] else "kvplug, all tokens kept"
+
+
+def tradeoff(result: dict, path: Path) -> None:
+    """Draws KL against bits held per element of the context, both logarithmic, to a PNG file at `path`."""
+    # A cache whose predictions are no numbers has no place in it.
+    entries = [entry for entry in result["results"] if math.isfinite(entry["quality"]["kl"])]
+    positive = [entry["quality"]["kl"] for entry in entries if entry["quality"]["kl"] > 1e-7]
+    # An exact cache has no place on a logarithmic axis: it stands on a line of its own, two steps below the rest.
+    floor = 10 ** (math.floor(math.log10(min(positive, default=1e-3))) - 1)
+    figure, axes = plt.subplots(figsize=(9, 5.4), dpi=160, layout="constrained")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    points = []
+    for name, style in STYLES.items():
+        own = [entry for entry in entries if style_of(entry) == name]
+        spots = [(entry["memory"]["bits_held"], max(entry["quality"]["kl"], floor)) for entry in own]
+        if own:
+            axes.plot(*zip(*spots, strict=True), linestyle="none", label=name, zorder=3, **style)
+        points += [(spot, label_of(entry["spec"]), style["color"]) for entry, spot in zip(own, spots, strict=True)]
+    decorate(axes, [spot for spot, _, _ in points], floor)
+    model = Path(result["model"]["name"]).name
+    axes.set_title(f"{model}: what a cache holds, and what that does to its predictions", loc="left", fontsize=12)
+    axes.legend(loc="best", frameon=False, fontsize=10)
+    figure.canvas.draw()
+    place_labels(figure, axes, points)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def label_of(spec: str) -> str:
+    """A spec as short as it stays clear beside its point: argument names go, `transformers:` becomes `hf`."""
+    if spec.startswith("transformers:"):
+        return "hf " + spec.removeprefix("transformers:")
+    parts = []
+    for part in spec.split("+"):
+        name, _, arguments = part.partition(":")
+        values = [argument.partition("=")[2] for argument in arguments.split(",") if argument]
+        parts.append(f"{name} {'+'.join(values)}".strip())
+    return ", ".join(parts)
+
+
+def decorate(axes, spots: list[tuple[float, float]], floor: float) -> None:
+    """Axes, ticks and grid."""
+    bits = [spot[0] for spot in spots]
+    low, high = math.floor(math.log2(min(bits)) - 0.6), math.ceil(math.log2(max(bits)) + 0.5)
+    axes.set_xlim(2.0**low, 2.0**high)
+    axes.xaxis.set_major_locator(FixedLocator([2.0**power for power in range(low, high + 1)]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    top = 10 ** math.ceil(math.log10(max(max(spot[1] for spot in spots), floor * 10)) + 0.1)
+    axes.set_ylim(floor / 2, top)
+    powers = range(round(math.log10(floor)), round(math.log10(top)) + 1)
+    axes.yaxis.set_major_locator(FixedLocator([10.0**power for power in powers]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "exact" if value <= floor * 1.01 else f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(color="#dddddd", linewidth=0.8, zorder=0)
+    axes.tick_params(labelsize=10, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("bits held per element of the context, everything counted (← less memory)", fontsize=11)
+    axes.set_ylabel("KL to the full cache, nats per token (↓ better)", fontsize=11)
+
+
+def place_labels(figure, axes, points: list[tuple[tuple[float, float], str, str]]) -> None:
+    """Writes each label at the first of `PLACES` where it touches no other label, no marker and no edge."""
+    renderer = figure.canvas.get_renderer()
+    scale = figure.dpi / 72
+    spots = [axes.transData.transform(spot) for spot, _, _ in points]
+    taken = [Bbox.from_bounds(x - 6 * scale, y - 6 * scale, 12 * scale, 12 * scale) for x, y in spots]
+    taken.append(axes.get_legend().get_window_extent(renderer))
+    inside = axes.get_window_extent(renderer)
+    for (spot, text, color), own in sorted(zip(points, list(taken), strict=False), key=lambda pair: pair[0][0]):
+        best = None
+        for dx, dy, horizontal, vertical in PLACES:
+            label = axes.annotate(
+                text, spot, xytext=(dx, dy), textcoords="offset points", ha=horizontal, va=vertical,
+                fontsize=10, color=color,
+            )  # fmt: skip
+            box = label.get_window_extent(renderer)
+            touched = sum(_overlap(box, other) for other in taken if other is not own)
+            touched += box.width * box.height - _overlap(box, inside)
+            if best is None or touched < best[0]:
+                if best is not None:
+                    best[1].remove()
+                best = (touched, label, box)
+            else:
+                label.remove()
+            if touched == 0:
+                break
+        taken.append(best[2])
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    shared = Bbox.intersection(one, other)
+    return shared.width * shared.height if shared is not None else 0.0

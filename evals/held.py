@@ -1,0 +1,81 @@
+"""Counts the bytes that a cache really holds, from outside: every tensor storage that can be reached from it, once.
+
+Must never believe what a cache reports of itself: a view that pins a large tensor counts in full, and so does anything
+that a cache forgot to free.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+
+import torch
+
+# These lead out of the cache into code that is shared by the whole program.
+LEAVES = (str, bytes, int, float, bool, complex, type, ModuleType, FunctionType, BuiltinFunctionType, torch.dtype)
+
+
+def held_bytes(cache: object, *, outside: object = None) -> int:
+    """Bytes of all unique tensor storages reachable from `cache`.
+
+    Args:
+        cache: any object; attributes, slots, lists, dicts, tuples and sets are followed, tensor subclasses to the
+            tensors inside them.
+        outside: an object whose storages are not the cache's, such as the model that it belongs to.
+    """
+    elsewhere = set(storages(outside))
+    return sum(size for key, size in storages(cache).items() if key not in elsewhere)
+
+
+def storages(root: object) -> dict[tuple, int]:
+    """Every tensor storage reachable from `root`: where it lies, and its size in bytes."""
+    found: dict[tuple, int] = {}
+    seen: set[int] = set()
+    # The objects themselves are kept until the end: an id may be reused once its object is gone.
+    alive: list[object] = []
+    pending = [root]
+    while pending:
+        item = pending.pop()
+        if item is None or isinstance(item, LEAVES) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        alive.append(item)
+        if isinstance(item, torch.Tensor):
+            inner = list(_inner(item))
+            if not inner:
+                _count(item, found)
+            pending.extend(inner)
+        else:
+            pending.extend(_children(item))
+    return found
+
+
+def _inner(tensor: torch.Tensor) -> Iterator[object]:
+    """What a tensor subclass is made of; nothing for a plain tensor. Its own storage may be only a pretence."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return
+    for value in vars(tensor).values():
+        if isinstance(value, torch.Tensor) or not isinstance(value, LEAVES):
+            yield value
+
+
+def _count(tensor: torch.Tensor, found: dict[tuple, int]) -> None:
+    if tensor.device.type == "meta":
+        return
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        found[(str(tensor.device), storage.data_ptr(), storage.nbytes())] = storage.nbytes()
+
+
+def _children(item: object) -> Iterator[object]:
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, Iterable) and isinstance(item, (list, tuple, set, frozenset)):
+        yield from item
+    if isinstance(item, MethodType):
+        yield item.__self__
+    yield from getattr(item, "__dict__", {}).values()
+    for kind in type(item).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            value = getattr(item, slot, None)
+            if value is not None:
+                yield value

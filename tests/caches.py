@@ -1,0 +1,110 @@
+"""Every cache that exists, as a table: how it is made, and the `Keep` of each layer that says what it must answer.
+
+A new cache is one line here, and the whole contract is held against it.
+"""
+
+from dataclasses import dataclass
+from typing import Callable
+
+import kvplug
+from kvplug.policies import SinkWindow, Window
+from tests.codec_twins import ROUND_TRIPS
+from tests.oracles import Keep
+
+
+def keep(codec="dense", *, keys=None, values=None, **budget):
+    return Keep(keys=ROUND_TRIPS[keys or codec], values=ROUND_TRIPS[values or codec], **budget)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One cache: `make(model)` builds it for a two-layer model, `keeps` says what each of the two layers stores."""
+
+    name: str
+    make: Callable
+    keeps: tuple[Keep, Keep]
+
+    @property
+    def evicts(self):
+        return any(k.window is not None for k in self.keeps)
+
+    @property
+    def exact(self):
+        """No codec: what is stored is what came in."""
+        return all(k.keys is ROUND_TRIPS["dense"] and k.values is ROUND_TRIPS["dense"] for k in self.keeps)
+
+    @property
+    def budgets(self):
+        return [k.sinks + k.window if k.window is not None else None for k in self.keeps]
+
+    def __str__(self):
+        return self.name
+
+
+def both(name, make, one):
+    return Kind(name, make, (one, one))
+
+
+KINDS = [
+    both("dense", lambda m: kvplug.DenseCache(m), keep()),
+    both("fp8", lambda m: kvplug.QuantCache(m, dtype="fp8"), keep("fp8")),
+    both("int8", lambda m: kvplug.QuantCache(m, dtype="int8"), keep("int8")),
+    both("int4", lambda m: kvplug.QuantCache(m, dtype="int4"), keep("int4")),
+    both(
+        "int8_keys_int4_values",
+        lambda m: kvplug.QuantCache(m, keys="int8", values="int4"),
+        keep(keys="int8", values="int4"),
+    ),
+    both("window", lambda m: kvplug.WindowCache(m, 8), keep(window=8)),
+    both("window_int4", lambda m: kvplug.WindowCache(m, 8, codec="int4"), keep("int4", window=8)),
+    both("streaming", lambda m: kvplug.StreamingLLMCache(m, 2, 6), keep(sinks=2, window=6, compact=True)),
+    both("no_sinks", lambda m: kvplug.StreamingLLMCache(m, 0, 8), keep(sinks=0, window=8, compact=True)),
+    both(
+        "streaming_original",
+        lambda m: kvplug.StreamingLLMCache(m, 2, 6, positions="original"),
+        keep(sinks=2, window=6),
+    ),
+    both(
+        "streaming_int8",
+        lambda m: kvplug.StreamingLLMCache(m, 2, 6, codec="int8"),
+        keep("int8", sinks=2, window=6, compact=True),
+    ),
+    both(
+        "streaming_original_fp8",
+        lambda m: kvplug.from_spec("streaming:sinks=2,window=6,positions=original+fp8", m),
+        keep("fp8", sinks=2, window=6),
+    ),
+    Kind("windows_by_layer", lambda m: kvplug.WindowCache(m, [6, 10]), (keep(window=6), keep(window=10))),
+    Kind(
+        "policies_by_layer",
+        lambda m: kvplug.KVCache(m, policy=[Window(10), SinkWindow(2, 4, positions="original")]),
+        (keep(window=10), keep(sinks=2, window=4)),
+    ),
+    Kind(
+        "budgets_by_layer",
+        lambda m: kvplug.StreamingLLMCache(m, sinks=[3, 1], window=[3, 9]),
+        (keep(sinks=3, window=3, compact=True), keep(sinks=1, window=9, compact=True)),
+    ),
+    Kind(
+        "budgets_by_layer_int4",
+        lambda m: kvplug.KVCache(m, codec="int4", policy=[SinkWindow(1, 5), Window(9)]),
+        (keep("int4", sinks=1, window=5, compact=True), keep("int4", window=9)),
+    ),
+]
+EXACT = [kind for kind in KINDS if kind.exact]
+EVICTING = [kind for kind in KINDS if kind.evicts]
+KEEPING = [kind for kind in KINDS if not kind.evicts]
+
+# The same strategies with more room than any test feeds: nothing is dropped, so what comes out is the full cache's.
+ROOMY = [
+    both("dense", lambda m: kvplug.DenseCache(m), keep()),
+    both("plain_kvcache", lambda m: kvplug.KVCache(m), keep()),
+    both("roomy_window", lambda m: kvplug.WindowCache(m, 64), keep()),
+    both("roomy_streaming", lambda m: kvplug.StreamingLLMCache(m, 4, 60), keep()),
+    both("roomy_original", lambda m: kvplug.StreamingLLMCache(m, 4, 60, positions="original"), keep()),
+]
+
+
+def named(kinds):
+    """Arguments of `pytest.mark.parametrize` for a list of kinds."""
+    return {"argvalues": kinds, "ids": [kind.name for kind in kinds]}
