@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -129,8 +130,11 @@ def embedded_gguf() -> Path:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Writes the model in `gguf` to `folder` as float32 safetensors with its tokenizer, showing progress."""
-    quiet = transformers_logging.get_verbosity()
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        # Bars within a bar are a pleasure on a terminal alone.
+        transformers_logging.disable_progress_bar()
     try:
         with tqdm(total=3, desc="Converting the embedded model (once)", unit="step") as bar:
             model = AutoModelForCausalLM.from_pretrained(
@@ -147,7 +151,9 @@ def convert(gguf: Path, folder: Path) -> None:
             model.save_pretrained(folder)
             bar.update()
     finally:
-        transformers_logging.set_verbosity(quiet)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def finished_folder(target: Path, fill: Callable[[Path], None]) -> Path:

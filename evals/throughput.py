@@ -103,6 +103,10 @@ def real_states(loaded: Loaded) -> tuple[list[tuple[torch.Tensor, torch.Tensor]]
     ids = texts.windows(loaded.tokenizer, texts.read(), length=TILE + 1, count=1).ids.to(device)
     cache = specs.build(specs.REFERENCE, loaded.model, capacity=TILE)
     forward(loaded.model, ids[:, :TILE], cache, logits_to_keep=1)
+    for index, layer in enumerate(cache.layers):
+        if getattr(layer, "keys", None) is None:
+            kind = type(layer).__name__
+            raise InputError(f"--model: layer {index} of '{loaded.name}' ({kind}) has no keys to fill a cache with")
     return [(layer.keys, layer.values) for layer in cache.layers], ids[:, TILE:]
 
 

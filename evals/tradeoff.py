@@ -48,7 +48,7 @@ def measure(
                 cache = specs.build(spec, loaded.model, capacity=protocol.length)
                 if against is None:
                     against = teacher.reference(loaded.model, window, cache, protocol, tick)
-                    full = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+                    full = sum(x.numel() for layer in cache.layers for x in keys_and_values(layer))
                     scores[spec].append(itself(against, window, protocol))
                 else:
                     scores[spec].append(teacher.score(loaded.model, window, cache, protocol, against, tick))
@@ -64,6 +64,11 @@ def itself(against: torch.Tensor, window: torch.Tensor, protocol: Protocol) -> S
     parts = against.split(64)
     targets = window[0, protocol.prefill + 1 :].split(64)
     return Scores.join([teacher.compare(part, part, target) for part, target in zip(parts, targets, strict=True)])
+
+
+def keys_and_values(layer) -> list[torch.Tensor]:
+    """K and V that a layer of the reference holds; none where its state is of another kind."""
+    return [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
 
 
 def count(cache, loaded: Loaded, full: int, tokens: int) -> dict:
@@ -106,7 +111,7 @@ def main(
     prefill: Annotated[int, typer.Option("--prefill", help="Tokens of prompt, fed at once.")] = Protocol.prefill,
     step: Annotated[int, typer.Option("--step", help="Tokens fed at a time after it.")] = Protocol.step,
     length: Annotated[int, typer.Option("--length", help="Tokens in a window.")] = Protocol.length,
-    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows, spread over the text.")] = 3,
+    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows, spread over the text.")] = 2,
     decode_tokens: Annotated[
         int, typer.Option("--decode-tokens", min=0, help="Tokens in the cache while decoding is timed; 0 skips it.")
     ] = 4096,

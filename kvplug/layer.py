@@ -7,6 +7,7 @@ freed and what stays is encoded. Nothing here looks at scores or at bytes.
 from __future__ import annotations
 
 import operator
+import weakref
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -24,6 +25,30 @@ def _whole(number: object) -> int | None:
         return operator.index(number)
     except TypeError:
         return None
+
+
+def _visible(mask: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Which of the tokens `start : stop` any query sees, bool `[rows, tokens]`, from a mask of 2 or 4 dimensions."""
+    columns = mask[..., start:stop]
+    if mask.ndim == 2:
+        return columns.bool()
+    visible = columns if columns.dtype == torch.bool else columns > torch.finfo(columns.dtype).min / 2
+    return visible[:, 0].any(dim=1)
+
+
+# The mask of the last forward and what was read from it: all layers of a forward are given the same one.
+_last_mask: tuple = (None, None, False)
+
+
+def _nothing_hidden(mask: torch.Tensor, start: int, stop: int) -> bool:
+    """Whether `_visible` holds for all tokens; a mask is read once a forward, not once a layer."""
+    global _last_mask
+    known, key, answer = _last_mask
+    version = None if mask.is_inference() else mask._version
+    if known is None or known() is not mask or key != (start, stop, version):
+        answer = bool(_visible(mask, start, stop).all())
+        _last_mask = (weakref.ref(mask), (start, stop, version), answer)
+    return answer
 
 
 class KVLayer(CacheLayerMixin):
@@ -199,16 +224,13 @@ class KVLayer(CacheLayerMixin):
             self._admit(keys, values, before, real)
 
     def _note_padding(self, mask: torch.Tensor) -> None:
+        """Tells from a mask which of the fresh tokens are padding: those that no query of the forward sees."""
         tokens = self.fresh[0].shape[2]
-        columns = mask[..., self.seen - tokens : self.seen]
-        if mask.ndim == 2:
-            real = columns.bool()
-        else:
-            visible = columns if columns.dtype == torch.bool else columns > torch.finfo(columns.dtype).min / 2
-            # A token that no query of its forward sees is padding.
-            real = visible[:, 0].any(dim=1)
-            if self._real is not None:
-                real[:, : self._real.shape[1]] |= self._real
+        if self.padding is None and self._real is None and _nothing_hidden(mask, self.seen - tokens, self.seen):
+            return
+        real = _visible(mask, self.seen - tokens, self.seen)
+        if self._real is not None:
+            real[:, : self._real.shape[1]] |= self._real
         self._real = real
 
     def _admit(self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None) -> None:

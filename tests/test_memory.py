@@ -165,6 +165,16 @@ def test_the_plan_of_what_generate_leaves(spec):
     assert kvplug.plan(model.config, spec, made.shape[1] - 1, batch=2) == cache.memory()
 
 
+@pytest.mark.parametrize("chunks", [[40], [12, 1, 7]], ids=["prompt", "turns"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_plan_of_a_model_with_eager_attention(spec, chunks):
+    """There every forward comes with a mask; without padding in it nothing more is kept."""
+    model = models.tiny_llama(attention="eager")
+    cache = kvplug.from_spec(spec, model)
+    feed(model, cache, models.tokens(2, sum(chunks)), chunks)
+    assert kvplug.plan(model.config, spec, sum(chunks), batch=2) == cache.memory()
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 40])
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss"])
 def test_the_plan_of_a_hybrid(family, tokens):
