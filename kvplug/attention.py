@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvplug import compat, kernels
-from kvplug.view import KVTensor, KVView
+from kvplug.view import KVTensor, KVView, view_of
 
 NAME = "kvplug"
 ROUTABLE = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -60,29 +60,33 @@ def attention_forward(
         The output `[batch, queries, heads, head_dim]`, and the weights where the model's own function gives them.
     """
     name = _previous(getattr(module, "config", None))
-    view = _view_of(key, value)
-    if view is None:
-        key, value = _plain(key), _plain(value)
-        return compat.attention_function(name, module)(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    able = name != "sdpa" or (kwargs.get("softcap") is None and kwargs.get("s_aux") is None)
-    if view.plain and able and (view.queries > 1 or view.seen == 1 or name != "sdpa"):
-        # A first forward, where nothing is there to be read back, or a cache in full precision.
+    view = view_of(key, value)
+    if view is None or _as_before(view, query, name, kwargs):
+        if view is None:
+            key, value = (x.decoded() if isinstance(x, KVTensor) else x for x in (key, value))
+        else:
+            key, value = view.keys(), view.values()
         out = compat.attention_function(name, module)(
-            module,
-            query,
-            view.keys(),
-            view.values(),
-            attention_mask,
-            scaling=scaling,
-            dropout=dropout,
-            **kwargs,
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     else:
         out = _attend(module, query, view, attention_mask, scaling, dropout, kwargs), None
-    view.done(query, attention_mask)
+    if view is not None:
+        view.done(query, attention_mask)
     return out
+
+
+def _as_before(view: KVView, query: torch.Tensor, name: str, kwargs: dict) -> bool:
+    """Whether the model's own function can take over: a first forward, or a cache in full precision.
+
+    Where that is sdpa it can't soft-cap or use learned sinks, and for one query of a group of heads it would read the
+    keys once a head.
+    """
+    if not view.plain:
+        return False
+    if name != "sdpa":
+        return True
+    return kwargs.get("softcap") is None and kwargs.get("s_aux") is None and (query.shape[2] > 1 or view.seen == 1)
 
 
 def _attend(
@@ -108,17 +112,6 @@ def _attend(
         sinks=kwargs.get("s_aux"),
     )
     return out.transpose(1, 2).contiguous()
-
-
-def _view_of(key: torch.Tensor, value: torch.Tensor) -> KVView | None:
-    """The view behind a pair of handles that the model passed on untouched."""
-    if isinstance(key, KVTensor) and isinstance(value, KVTensor) and key.kv is value.kv:
-        return key.kv
-    return None
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    return x.decoded() if isinstance(x, KVTensor) else x
 
 
 def mask_forward(*args, config: PreTrainedConfig | None = None, **kwargs):

@@ -16,7 +16,7 @@ from kvplug.codecs import CODECS, Codec, Encoded, Plain
 from kvplug.policies import Policy, SinkWindow
 from kvplug.rope import Rope
 from kvplug.stores import STORES, admit
-from kvplug.view import KVTensor, KVView, Segment
+from kvplug.view import KVTensor, KVView, Segment, mark_plain
 
 
 def _whole(number: object) -> int | None:
@@ -130,8 +130,7 @@ class KVLayer(CacheLayerMixin):
             self.store.append(*kept)
             if before == 0:
                 return key_states, value_states
-            stored = Segment(*self.store.view(0, self.store.length))
-            return KVTensor.of(KVView([stored], seen=self.seen, queries=tokens, dtype=self.dtype))
+            return tuple(mark_plain(side.fields["codes"]) for side in self.store.view(0, self.store.length))
         if self.fresh is not None:
             kept = tuple(torch.cat(pair, dim=2) for pair in zip(self.fresh, kept, strict=True))
         self.fresh = kept

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._pytree import tree_map
 
-from kvplug.codecs import Encoded, Plain
+from kvplug.codecs import CODECS, Encoded, Plain
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,8 @@ class KVView:
     def plain(self) -> bool:
         """Whether the view is one run of tokens in the model's dtype: what any attention function takes as it is."""
         only = self.segments[0]
-        return (
-            len(self.segments) == 1
-            and self.in_order
-            and isinstance(only.keys.codec, Plain)
-            and isinstance(only.values.codec, Plain)
-        )
+        codecs = (only.keys.codec, only.values.codec)
+        return len(self.segments) == 1 and self.in_order and all(isinstance(codec, Plain) for codec in codecs)
 
     def positions(self) -> torch.Tensor:
         """Logical position of every slot, `[rows, kv_heads or 1, tokens]`, -1 where there is none."""
@@ -150,6 +146,22 @@ class KVView:
         if gathered.dtype == torch.bool:
             return gathered & (positions >= 0)
         return gathered.masked_fill(positions < 0, torch.finfo(gathered.dtype).min)
+
+
+def mark_plain(x: torch.Tensor) -> torch.Tensor:
+    """Marks a plain view of a store's buffer, so that the attention function knows where it comes from."""
+    x.kvplug_plain = True
+    return x
+
+
+def view_of(key: torch.Tensor, value: torch.Tensor) -> KVView | None:
+    """The view behind what `update` returned, if the model passed both sides on untouched, else None."""
+    if isinstance(key, KVTensor) and isinstance(value, KVTensor) and key.kv is value.kv:
+        return key.kv
+    if getattr(key, "kvplug_plain", False) and getattr(value, "kvplug_plain", False):
+        plain = CODECS["dense"]
+        return KVView([Segment(plain.encode(key), plain.encode(value))], key.shape[2], queries=1, dtype=key.dtype)
+    return None
 
 
 class KVTensor(torch.Tensor):

@@ -25,12 +25,16 @@ def hadamard(dim):
 
 
 def integer_parts(x, levels):
-    """codes 0 … levels, scale and zero point, for each vector along the last dimension."""
+    """codes 0 … levels, scale and zero point, for each vector along the last dimension; one that reaches further below
+    zero than above is written mirrored, with scale and zero point negative."""
     x = x.float()
+    mirrored = -x.amin(-1, keepdim=True) > x.amax(-1, keepdim=True)
+    x = torch.where(mirrored, -x, x)
     zero = bf16_below(x.amin(-1, keepdim=True))
     scale = bf16_above((x.amax(-1, keepdim=True) - zero) / levels)
     step = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return ((x - zero) / step).round().clamp(0, levels), scale, zero
+    codes = ((x - zero) / step).round().clamp(0, levels)
+    return codes, torch.where(mirrored, -scale, scale), torch.where(mirrored, -zero, zero)
 
 
 def fp8_candidates(x):

@@ -18,7 +18,7 @@ E4M3_MAX = 448.0
 # the one with the least squared error is kept: it is the few largest channels that gain.
 PHASES = 8
 # Elements that are scaled at once while trying, to bound the memory of a long prompt.
-CANDIDATE_ELEMENTS = 1 << 18
+CANDIDATE_ELEMENTS = 1 << 14
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,14 @@ def test_bytes_of_int4_are_those_of_the_format(dim):
     root = (dim & -dim) ** 0.5
     x = torch.randint(-64, 64, (2, 3, 33, dim), generator=torch.Generator().manual_seed(3)).float()
     x = x * root if root == int(root) else x
-    codes, scale, zero = twins.integer_parts((x.double() @ twins.hadamard(dim).double()).float(), 15)
+    rotated = (x.double() @ twins.hadamard(dim).double()).float()
+    if root != int(root):
+        # Where both ends are equally far from zero, rounding decides whether the vector is mirrored: leave those out.
+        ends = rotated.amax(-1) + rotated.amin(-1)
+        plain = (ends.abs() > 1e-3).all(dim=0).all(dim=0)
+        assert plain.sum() > 20
+        x, rotated = x[:, :, plain], rotated[:, :, plain]
+    codes, scale, zero = twins.integer_parts(rotated, 15)
     encoded = CODECS["int4"].encode(x)
     half = (dim + 1) // 2
     packed = encoded.fields["codes"].int()
