@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvplug import compat, kernels
-from kvplug.view import KVTensor, KVView, view_of
+from kvplug.view import KVTensor, KVView, plain_view, view_of
 
 NAME = "kvplug"
 ROUTABLE = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -61,7 +61,15 @@ def attention_forward(
     """
     name = _previous(getattr(module, "config", None))
     view = view_of(key, value)
-    if view is None or _as_before(view, query, name, kwargs):
+    special = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+    if view is None and name == "sdpa" and query.shape[2] == 1 and not special and not dropout:
+        # For one query of a group of heads sdpa would read the keys once a head.
+        view = plain_view(key, value)
+        exact = False
+    else:
+        # A first forward under a compressing cache; soft-capping and learned sinks are more than sdpa can do.
+        exact = view is not None and view.plain and not (name == "sdpa" and special)
+    if view is None or exact:
         if view is None:
             key, value = (x.decoded() if isinstance(x, KVTensor) else x for x in (key, value))
         else:
@@ -74,19 +82,6 @@ def attention_forward(
     if view is not None:
         view.done(query, attention_mask)
     return out
-
-
-def _as_before(view: KVView, query: torch.Tensor, name: str, kwargs: dict) -> bool:
-    """Whether the model's own function can take over: a first forward, or a cache in full precision.
-
-    Where that is sdpa it can't soft-cap or use learned sinks, and for one query of a group of heads it would read the
-    keys once a head.
-    """
-    if not view.plain:
-        return False
-    if name != "sdpa":
-        return True
-    return kwargs.get("softcap") is None and kwargs.get("s_aux") is None and (query.shape[2] > 1 or view.seen == 1)
 
 
 def _attend(

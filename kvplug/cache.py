@@ -158,7 +158,8 @@ def make_layers(config: object, codec, policy) -> list:
     Raises:
         ValueError: as for `KVCache`.
     """
-    model_config = config if isinstance(config, PreTrainedConfig) else configs_of(config) and config.config
+    configs_of(config)  # raises for what is neither
+    model_config = config if isinstance(config, PreTrainedConfig) else config.config
     text = compat.text_config(model_config)
     if not getattr(text, "num_attention_heads", None):
         raise ValueError(

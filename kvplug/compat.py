@@ -56,6 +56,9 @@ def kv_shape(config: PreTrainedConfig, layer_idx: int) -> tuple[int, int, int]:
     """Key-value heads, key width and value width of what a layer hands to the cache."""
     layers = getattr(config, "per_layer_config", None)
     own = layers[layer_idx] if layers is not None else config
+    if getattr(own, "kv_lora_rank", None) and getattr(own, "qk_rope_head_dim", None):
+        # Latent attention hands over the compressed latent and the rotated key, as one head.
+        return 1, own.kv_lora_rank, own.qk_rope_head_dim
     heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
     dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
     return heads, dim, dim

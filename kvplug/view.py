@@ -155,13 +155,18 @@ def mark_plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def view_of(key: torch.Tensor, value: torch.Tensor) -> KVView | None:
-    """The view behind what `update` returned, if the model passed both sides on untouched, else None."""
+    """The view behind a pair of handles, if the model passed both on untouched, else None."""
     if isinstance(key, KVTensor) and isinstance(value, KVTensor) and key.kv is value.kv:
         return key.kv
-    if getattr(key, "kvplug_plain", False) and getattr(value, "kvplug_plain", False):
-        plain = CODECS["dense"]
-        return KVView([Segment(plain.encode(key), plain.encode(value))], key.shape[2], queries=1, dtype=key.dtype)
     return None
+
+
+def plain_view(key: torch.Tensor, value: torch.Tensor) -> KVView | None:
+    """A view for one query over a pair of marked tensors, if the model passed both on untouched, else None."""
+    if not (getattr(key, "kvplug_plain", False) and getattr(value, "kvplug_plain", False)):
+        return None
+    plain = CODECS["dense"]
+    return KVView([Segment(plain.encode(key), plain.encode(value))], key.shape[2], queries=1, dtype=key.dtype)
 
 
 class KVTensor(torch.Tensor):

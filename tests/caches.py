@@ -3,8 +3,8 @@
 A new cache is one line here, and the whole contract is held against it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import kvplug
 from kvplug.policies import SinkWindow, Window

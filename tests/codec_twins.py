@@ -1,4 +1,4 @@
-"""The stored formats once more, from their description: slow, in plain tensor arithmetic, sharing no code with the package.
+"""The stored formats once more, from their description: slow, plain tensor arithmetic, no code of the package.
 
 Each `*_parts` gives the codes and the 16-bit scales that must be stored; each of `ROUND_TRIPS` gives back `[..., dim]`.
 """
@@ -7,7 +7,7 @@ import torch
 
 
 def bf16_below(x):
-    """The largest bfloat16 that is not above fp32 `x`: the upper half of its bits, one further for negative remainders."""
+    """The largest bfloat16 that is not above fp32 `x`: the upper half of its bits, one on where a negative is cut."""
     bits = x.float().contiguous().view(torch.int32)
     cut = bits & -65536
     return torch.where((bits != cut) & (bits < 0), cut + 65536, cut).view(torch.float32).view_as(x)
@@ -38,8 +38,8 @@ def integer_parts(x, levels):
 
 
 def fp8_candidates(x):
-    """e4m3 values `[8, …, dim]`, scales `[8, …, 1]` and squared errors `[8, …, 1]` of the eight scales of an octave that
-    are tried: the smallest maps the largest element to 448, each next one is 2**(1/8) larger."""
+    """e4m3 values `[8, …, dim]`, scales `[8, …, 1]` and squared errors `[8, …, 1]` of the eight scales that are tried
+    within an octave: the smallest maps the largest element to 448, each next one is 2**(1/8) larger."""
     x = x.float()
     least = x.abs().amax(-1, keepdim=True) / 448
     scales = torch.stack([bf16_above(least * 2.0 ** (phase / 8)) for phase in range(8)])

@@ -133,7 +133,13 @@ def tiny_qwen3_next(seed=0, **overrides):
 def tiny_bloom(seed=0):
     """A model that computes attention in its own code: no attention function can be routed."""
     config = transformers.BloomConfig(
-        vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=None, eos_token_id=None
+        vocab_size=VOCAB,
+        hidden_size=64,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     return build(transformers.BloomForCausalLM, config, seed)
 

@@ -6,15 +6,17 @@ whole Llama on it; `visibility` and `masked_logits` say the same through transfo
 
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Callable
 
 import torch
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, apply_rotary_pos_emb
 
 # How this transformers calls its cache argument: `cache` where it knows that name, as the older one warns there.
-NAMES = [name for name in ("cache", "past_key_values") if name in inspect.signature(LlamaForCausalLM.forward).parameters]
+NAMES = [
+    name for name in ("cache", "past_key_values") if name in inspect.signature(LlamaForCausalLM.forward).parameters
+]
 NAME = NAMES[0]
 
 # Two orders of summation of a softmax over a few dozen fp32 scores of size 50 differ by 50 * 2**-23, about 6e-6,
@@ -63,7 +65,9 @@ class SlowLayer:
 
     def __init__(self, keep, inv_freq=None):
         self.keep, self.inv_freq = keep, inv_freq
-        self.keys = self.values = None  # every real token ever seen, [kv_heads, seen, head_dim], as the codec returns it
+        self.keys = self.values = (
+            None  # every real token ever seen, [kv_heads, seen, head_dim], as the codec returns it
+        )
         self.stored = []
         self.recording = False  # nothing is dropped until the next `crop`
 
@@ -72,8 +76,8 @@ class SlowLayer:
         return 0 if self.keys is None else self.keys.shape[1]
 
     def attend(self, query, key, value, scale):
-        """query `[heads, n, head_dim]`, key and value `[kv_heads, n, head_dim]` of n new tokens; what each query sees is
-        what was stored before, and the new tokens up to itself."""
+        """query `[heads, n, head_dim]`, key and value `[kv_heads, n, head_dim]` of n new tokens. A query sees what was
+        stored before, and the new tokens up to itself."""
         old_keys, old_values = key[:, :0].double(), value[:, :0].double()
         if self.stored:
             old_keys, old_values = self.keys[:, self.stored].double(), self.values[:, self.stored].double()
@@ -127,7 +131,7 @@ def row_logits(model, ids, chunks, keeps):
     assert sum(chunks) == len(ids)
     hidden = body.embed_tokens(ids)[None]
     cos, sin = body.rotary_emb(hidden, torch.arange(len(ids))[None])
-    for layer, keep in zip(body.layers, per_layer(model, keeps)):
+    for layer, keep in zip(body.layers, per_layer(model, keeps), strict=True):
         attention, slow = layer.self_attn, SlowLayer(keep, body.rotary_emb.inv_freq)
         query, key, value = project(attention, layer.input_layernorm(hidden), cos, sin)
         outputs = []
@@ -150,7 +154,7 @@ def project(attention, hidden, cos, sin):
 
 def spans(chunks):
     ends = list(accumulate(chunks))
-    return list(zip([0, *ends[:-1]], ends))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def batch_logits(model, ids, mask, chunks, keeps):
@@ -165,7 +169,7 @@ def batch_logits(model, ids, mask, chunks, keeps):
 
 @torch.no_grad()
 def feed(model, cache, ids, chunks, mask=None):
-    """Logits `[batch, tokens, vocab]` from one forward a chunk through `cache`. Positions are given only with a mask."""
+    """Logits `[batch, tokens, vocab]` from one forward a chunk through `cache`. Positions go with a mask alone."""
     seen, outputs = cache.get_seq_length(), []
     for start, end in spans(chunks):
         extra = {NAME: cache}
@@ -190,7 +194,7 @@ def visibility(chunks, keep):
 def masked_logits(model, ids, chunks, keeps):
     """One forward of transformers over `ids` `[1, tokens]` without a cache, each layer under its own visibility."""
     hooks, shape = [], (1, 1, ids.shape[1], ids.shape[1])
-    for layer, keep in zip(model.model.layers, per_layer(model, keeps)):
+    for layer, keep in zip(model.model.layers, per_layer(model, keeps), strict=True):
         mask = torch.zeros(shape)
         mask.masked_fill_(~visibility(chunks, keep), torch.finfo(mask.dtype).min)
 

@@ -131,5 +131,3 @@ class Replay:
             for slow in layer:
                 slow.crop(-count)
         self.columns = [column + count for column in self.columns]
-
-

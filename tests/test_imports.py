@@ -1,7 +1,7 @@
 """Imports go down only, and what a user may lack is not needed: this reads the source rather than trusting it.
 
-cache → layer → {stores, policies} → {codecs, view} → torch; attention → {view, kernels, compat}; `layer` and `attention`
-meet in `view` and never import each other.
+cache → layer → {stores, policies} → {codecs, view} → torch; attention → {view, kernels, compat}; `layer` and
+`attention` meet in `view` and never import each other.
 """
 
 import ast
@@ -88,11 +88,12 @@ def test_the_lowest_rooms_know_nothing_of_transformers(name):
 VERSION_NAMES = {"__version__", "version", "is_transformers_version", "is_torch_greater_or_equal"}
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if p.name != "compat.py"], ids=[str(p.relative_to(ROOT)) for p in FILES if p.name != "compat.py"]
-)  # fmt: skip
+OTHERS = [path for path in FILES if path.name != "compat.py"]
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=[str(path.relative_to(ROOT)) for path in OTHERS])
 def test_only_compat_asks_which_transformers_this_is(path):
-    """No version numbers, no package metadata, no asking transformers' modules what they have, no import that may fail."""
+    """No version numbers, no package metadata, no asking what transformers has, no import that may fail."""
     tree = ast.parse(path.read_text())
     modules = set(imported(tree))
     assert not modules & {"importlib.metadata", "packaging", "packaging.version"}
@@ -108,7 +109,12 @@ def test_only_compat_asks_which_transformers_this_is(path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr":
             assert not (isinstance(node.args[0], ast.Name) and node.args[0].id in from_transformers)
         if isinstance(node, ast.Try):
-            caught = {name.id for h in node.handlers for name in ast.walk(h.type or ast.Name("")) if isinstance(name, ast.Name)}
+            caught = {
+                name.id
+                for h in node.handlers
+                for name in ast.walk(h.type or ast.Name(""))
+                if isinstance(name, ast.Name)
+            }
             assert not caught & {"ImportError", "ModuleNotFoundError"}
 
 
@@ -117,7 +123,7 @@ def run(code):
 
 
 def test_importing_needs_no_triton_and_touches_no_device():
-    """With triton out of reach (None in `sys.modules` makes its import fail) everything that is public still imports."""
+    """With triton out of reach (None in `sys.modules` makes its import fail) all that is public still imports."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import kvplug, torch\n"

@@ -1,4 +1,4 @@
-"""The report against an independent walk over everything a cache holds, and the plan against the report, to the byte."""
+"""The report against an independent walk over all that a cache holds, and the plan against the report, to the byte."""
 
 import dataclasses
 
@@ -77,7 +77,7 @@ def test_no_view_pins_the_prompt(model, kind):
     for tensor in tensors(cache):
         if tensor.dtype == torch.float32 and not kind.exact:
             assert tensor.numel() <= 4, "full-precision numbers beside the codes"
-    for layer, budget in zip(cache.layers, kind.budgets):
+    for layer, budget in zip(cache.layers, kind.budgets, strict=True):
         if budget is not None:
             limit = 2 * 2 * budget * (16 * 4 + 4) + 8 * budget  # both sides, 2 heads; positions
             assert bytes_held(layer) <= limit
@@ -111,7 +111,9 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("spec", ["dense", "int4", "window:window=6+int8", "streaming:sinks=1,window=5,positions=original"])
+@pytest.mark.parametrize(
+    "spec", ["dense", "int4", "window:window=6+int8", "streaming:sinks=1,window=5,positions=original"]
+)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_the_layers_of_transformers_are_counted_too(family, spec):
     model = family()

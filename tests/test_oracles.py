@@ -85,7 +85,9 @@ def test_a_tape_of_the_default_cache_replays(model, mode, padded):
     cache = DynamicCache()
     _, ids, mask = models.left_padded([5, 14, 9, 1] if padded else [12])
     with Tape(model, cache) as tape:
-        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, **{"do_sample": False, **MODES[mode]})
+        model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, **{"do_sample": False, **MODES[mode]}
+        )
     assert tape.worst(Keep(), mask) < LOGITS
 
 

@@ -129,7 +129,9 @@ def test_yarn_s_factor_is_not_applied_twice():
 
 
 REFUSED = {
-    "dynamic": lambda: models.tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).config,
+    "dynamic": lambda: models.tiny_llama(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ).config,
     "longrope": lambda: models.tiny_llama(
         rope_parameters={
             "rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 8,

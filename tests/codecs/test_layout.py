@@ -1,4 +1,4 @@
-"""How bytes are laid out: counted exactly, packed in halves, token by token and row by row independent of neighbours."""
+"""How bytes are laid out: counted exactly, packed in halves, each token and row independent of its neighbours."""
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_narrowing_shares_the_bytes(name):
     part = encoded.narrow(3, 4)
     whole = CODECS[name].decode(encoded, torch.float32)
     assert torch.equal(part.decode(torch.float32), whole[:, :, 3:7])
-    for ours, theirs in zip(part.tensors(), encoded.tensors()):
+    for ours, theirs in zip(part.tensors(), encoded.tensors(), strict=True):
         assert ours.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
 
 

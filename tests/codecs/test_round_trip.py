@@ -2,8 +2,8 @@
 
 Bounds. Integers: codes are chosen against the stored scale, so an element is off by half a step at most; the step is
 range / levels, made up to 2**-7 larger by rounding the zero point down and the scale up to bfloat16. The rotation of
-int4 keeps lengths, so its error is bounded as a vector. fp8 e4m3 has 3 bits of mantissa: 2**-4 of an element, or half of
-its smallest number, 2**-10, times the scale, which is up to twice the one that maps the largest element to 448.
+int4 keeps lengths, so its error is bounded as a vector. fp8 e4m3 has 3 bits of mantissa: 2**-4 of an element, or half
+of its smallest number, 2**-10, times the scale, which is up to twice the one that maps the largest element to 448.
 """
 
 import pytest
@@ -168,7 +168,7 @@ def test_groups_on_the_edge(name, dtype, edge):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LOW_BIT)
 def test_one_outlier_channel(name, dtype):
-    """One channel is offset by 500, as biases of some models' keys do; the others keep their resolution of its range."""
+    """One channel is offset by 500, as the biases of some models' keys do; the bound follows the range."""
     x = block(1, 2, 9, 64, dtype=dtype)
     x[..., 5] += 500
     assert_within(name, x, round_trip(name, x))

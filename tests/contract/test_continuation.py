@@ -30,9 +30,14 @@ def test_filled_by_hand_then_generate_with_the_long_mask(kind):
             cache.update(keys[:, :, 12:], values[:, :, 12:], layer)
         results.append(
             model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=10, do_sample=False,
-                return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=10,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
         )
     assert results[1].sequences.equal(results[0].sequences)
     assert torch.allclose(torch.stack(results[1].logits), torch.stack(results[0].logits), atol=SAME_KERNEL, rtol=0)

@@ -1,4 +1,4 @@
-"""Bad input raises a ValueError that names the argument and its value, and says what is accepted; nothing is changed."""
+"""Bad input raises a ValueError that names the argument and its value and says what is accepted; nothing changes."""
 
 import pytest
 import torch
@@ -30,7 +30,10 @@ WRONG = {
     "streaming_window_zero": (lambda m: kvplug.StreamingLLMCache(m, 4, 0), ["window", "0", "1"]),
     "sinks_negative": (lambda m: kvplug.StreamingLLMCache(m, -1, 8), ["sinks", "-1", "0"]),
     "sinks_fraction": (lambda m: kvplug.StreamingLLMCache(m, 1.5, 8), ["sinks", "1.5"]),
-    "positions": (lambda m: kvplug.StreamingLLMCache(m, 2, 6, positions="new"), ["positions", "new", "compact", "original"]),
+    "positions": (
+        lambda m: kvplug.StreamingLLMCache(m, 2, 6, positions="new"),
+        ["positions", "new", "compact", "original"],
+    ),
     "policy_window": (lambda m: Window(0), ["window", "0"]),
     "policy_sinks": (lambda m: SinkWindow(-2, 4), ["sinks", "-2"]),
 }
@@ -45,7 +48,9 @@ def test_a_wrong_argument(model, make, words):
     assert model.config._attn_implementation == "sdpa", "a cache that was not made must not route the model"
 
 
-@pytest.mark.parametrize("thing", [None, "gpt2", 7, torch.nn.Linear(2, 2), {}], ids=["none", "name", "number", "module", "dict"])
+@pytest.mark.parametrize(
+    "thing", [None, "gpt2", 7, torch.nn.Linear(2, 2), {}], ids=["none", "name", "number", "module", "dict"]
+)
 def test_neither_a_model_nor_a_config(thing):
     for make in (kvplug.DenseCache, kvplug.attach, kvplug.detach):
         with pytest.raises(ValueError, match="model or"):
@@ -142,8 +147,8 @@ def update_shapes(cache, keys, values):
 
 @pytest.mark.parametrize(
     ("keys", "values"),
-    [((2, 2, 3, 16), (1, 2, 3, 16)), ((1, 2, 3, 16), (1, 2, 4, 16)), ((1, 2, 3, 8), (1, 2, 3, 16)), ((2, 3, 16), (2, 3, 16)),
-     ((3, 2, 1, 16), (3, 2, 1, 16)), ((1, 4, 1, 16), (1, 4, 1, 16))],
+    [((2, 2, 3, 16), (1, 2, 3, 16)), ((1, 2, 3, 16), (1, 2, 4, 16)), ((1, 2, 3, 8), (1, 2, 3, 16)),
+     ((2, 3, 16), (2, 3, 16)), ((3, 2, 1, 16), (3, 2, 1, 16)), ((1, 4, 1, 16), (1, 4, 1, 16))],
     ids=["batches_differ", "tokens_differ", "other_width", "three_dimensions", "other_batch", "other_heads"],
 )  # fmt: skip
 @pytest.mark.parametrize("spec", ["dense", "int4", "window:window=8+int8"])

@@ -1,4 +1,4 @@
-"""What every query sees, however the tokens are fed: at once, in chunks, in turns, one by one, with or without positions.
+"""What every query sees, however the tokens are fed: at once, in chunks, in turns, one by one, without positions.
 
 A query sees what was stored before its forward, and the tokens of its own forward up to itself.
 """
@@ -66,7 +66,7 @@ def test_seen_counts_tokens_and_stored_keeps_the_budget(model, kind, chunks):
 @pytest.mark.parametrize("codec", [None, "fp8", "int8", "int4"], ids=["exact", "fp8", "int8", "int4"])
 @pytest.mark.parametrize("sinks", [0, 1, 3])
 def test_the_prompt_attends_all_of_itself(budget, codec, sinks):
-    """Dropping and encoding come after the prompt's own attention, so its logits and first token are the full cache's."""
+    """Dropping and encoding come after the prompt's own attention: its logits and first token are the full cache's."""
     if sinks >= budget:
         sinks = 0
     ids = models.tokens(1, 30)

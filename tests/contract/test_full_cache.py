@@ -1,5 +1,5 @@
 """A cache that drops nothing and encodes nothing is DynamicCache, token for token and logit for logit, whatever
-`generate` does; so is an evicting one whose budget is never reached. The mask's shape, padding and feeding don't matter.
+`generate` does; so is an evicting one whose budget is never reached, whatever the mask, the padding and the feeding.
 """
 
 import pytest
@@ -46,7 +46,7 @@ def test_generate_gives_the_tokens_and_logits_of_the_default_cache(kind, mode, p
     result = generate(model, kind.make(model), ids, mask, **MODES[mode])
     assert result.sequences.equal(expected.sequences)
     assert len(result.logits) == len(expected.logits)
-    for ours, theirs in zip(result.logits, expected.logits):
+    for ours, theirs in zip(result.logits, expected.logits, strict=True):
         assert torch.allclose(ours, theirs, atol=SAME_KERNEL, rtol=0)
 
 

@@ -62,9 +62,7 @@ def test_with_room_generate_gives_the_default_cache_s_tokens(family, room):
     _, ids, mask = models.left_padded([5, 14, 9])
     expected = family().generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     model = family()
-    made = model.generate(
-        ids, attention_mask=mask, past_key_values=room(model), max_new_tokens=12, do_sample=False
-    )
+    made = model.generate(ids, attention_mask=mask, past_key_values=room(model), max_new_tokens=12, do_sample=False)
     assert made.equal(expected)
 
 

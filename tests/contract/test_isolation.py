@@ -10,8 +10,8 @@ from transformers import DynamicCache, StaticCache
 
 import kvplug
 from tests import models
-from tests.oracles import LOGITS, SAME_KERNEL, Keep, feed, row_logits
 from tests.caches import EVICTING, KEEPING, named
+from tests.oracles import LOGITS, SAME_KERNEL, Keep, feed, row_logits
 
 FAMILIES = {
     "llama_sdpa": lambda: models.tiny_llama(attention="sdpa"),

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 import kvplug
 from tests import models
 from tests.caches import EXACT, KEEPING, KINDS, named
-from tests.oracles import LOGITS, NAMES, SAME_KERNEL, feed, greedy_row, row_logits, spans
+from tests.oracles import LOGITS, NAMES, Keep, SAME_KERNEL, feed, greedy_row, row_logits, spans
 from tests.tape import Tape
 
 
@@ -79,10 +79,10 @@ def test_a_copy_goes_its_own_way(model, kind, copier):
     feed(model, original, prefix, [13])
     twin = copier(original)
     for start, end in spans([1, 5, 1]):  # in turn, so that shared state would show
-        for cache, suffix in zip((original, twin), suffixes):
+        for cache, suffix in zip((original, twin), suffixes, strict=True):
             feed(model, cache, suffix[:, start:end], [end - start])
     last = models.tokens(2, 1, seed=32)
-    for cache, suffix in zip((original, twin), suffixes):
+    for cache, suffix in zip((original, twin), suffixes, strict=True):
         alone = feed(model, kind.make(model), torch.cat([prefix, suffix, last], 1), [*chunks, 1])[:, -1:]
         assert torch.equal(feed(model, cache, last, [1]), alone)
 
@@ -96,13 +96,13 @@ def test_iterating_gives_keys_and_values_of_each_layer(model, kind):
     feed(model, cache, ids, [14])
     layers = list(cache)
     assert len(layers) == 2
-    for (keys, values, window), keep, (all_keys, all_values, _) in zip(layers, kind.keeps, full):
+    for (keys, values, window), keep, (all_keys, all_values, _) in zip(layers, kind.keeps, full, strict=True):
         kept = keep.stored(14)
         assert window is None
         assert keys.shape == (1, 2, len(kept), 16)
         # Slots need not be in order of time, and the second layer's inputs differ by rounding.
         expected = keep.keys(all_keys[0, :, kept]), keep.values(all_values[0, :, kept])
-        for ours, theirs in zip((keys[0], values[0]), expected):
+        for ours, theirs in zip((keys[0], values[0]), expected, strict=True):
             distance = (ours[:, :, None] - theirs[:, None]).abs().amax(-1)
             matches = distance < 1e-4
             assert matches.sum(1).eq(1).all() and matches.sum(2).eq(1).all()
@@ -134,7 +134,7 @@ def test_the_bytes_of_a_cropped_cache_do_not_depend_on_what_was_there(model, kin
     feed(model, cropped, models.tokens(1, 6, seed=4) % 96 + 1, [6])
     cropped.crop(-6)
     feed(model, cropped, ids[:, 10:], [10])
-    for (keys, values, _), (other_keys, other_values, _) in zip(straight, cropped):
+    for (keys, values, _), (other_keys, other_values, _) in zip(straight, cropped, strict=True):
         assert torch.equal(keys, other_keys)
         assert torch.equal(values, other_values)
 
@@ -167,7 +167,7 @@ def test_inference_mode_and_back(model, kind):
 def test_a_cache_made_from_the_config_is_routed_too(model):
     cache = kvplug.WindowCache(model.config, 8)
     ids, chunks = models.tokens(1, 20), [9, 1, 10]
-    expected = row_logits(model, ids[0], chunks, [k for k in KINDS if k.name == "window"][0].keeps)
+    expected = row_logits(model, ids[0], chunks, Keep(window=8))
     assert torch.allclose(feed(model, cache, ids, chunks)[0], expected, atol=LOGITS, rtol=0)
 
 

@@ -164,7 +164,5 @@ def test_an_assistant_with_our_cache_beside_a_default_one():
     assistant = models.tiny_llama(num_hidden_layers=1)
     cache = kvplug.DenseCache(model)
     kvplug.attach(assistant)
-    made = model.generate(
-        prompt, past_key_values=cache, assistant_model=assistant, max_new_tokens=20, do_sample=False
-    )
+    made = model.generate(prompt, past_key_values=cache, assistant_model=assistant, max_new_tokens=20, do_sample=False)
     assert made.equal(expected)

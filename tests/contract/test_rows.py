@@ -36,7 +36,7 @@ def test_beam_scores_are_the_scores_of_their_sequences(model, kind, batch):
     ids = models.tokens(batch, 12)
     made = beam_search(model, kind.make(model), ids)
     assert len({tuple(row.tolist()) for row in made.sequences}) == 4 * batch
-    for row, score in zip(made.sequences, made.sequences_scores):
+    for row, score in zip(made.sequences, made.sequences_scores, strict=True):
         expected = forced_score(model, row, 12, kind.keeps)
         assert abs(score - expected) < SCORES
 
@@ -126,9 +126,14 @@ def test_num_return_sequences_over_a_prefix_of_one_row(kind):
         torch.manual_seed(11)
         results.append(
             model.generate(
-                prompt, past_key_values=cache, do_sample=True, num_return_sequences=3, max_new_tokens=10,
-                return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
+                prompt,
+                past_key_values=cache,
+                do_sample=True,
+                num_return_sequences=3,
+                max_new_tokens=10,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
         )
     assert results[1].sequences.equal(results[0].sequences)
     assert torch.allclose(torch.stack(results[1].logits), torch.stack(results[0].logits), atol=SAME_KERNEL, rtol=0)

@@ -10,7 +10,7 @@ from kvplug.codecs import CODECS
 from kvplug.kernels import blocks, dense, reference
 from kvplug.view import KVView, Segment
 
-# fp32 sums of some hundred products of numbers of size 3 in another order; scores of size 50 move a weight by 50 * 2**-22.
+# fp32 sums of some hundred products of numbers of size 3 in another order; scores of size 50 move a weight by 2**-16.
 TOLERANCE = 5e-5
 PARTS = {
     "one_dense": [("dense", "dense", 37)],
@@ -109,7 +109,9 @@ def test_the_reference_against_loops(parts, mask, extra):
 
 
 @over(grid)
-@pytest.mark.parametrize(("queries", "group"), [(1, 1), (1, 4), (5, 2), (70, 2)], ids=["one", "grouped", "five", "many"])
+@pytest.mark.parametrize(
+    ("queries", "group"), [(1, 1), (1, 4), (5, 2), (70, 2)], ids=["one", "grouped", "five", "many"]
+)
 def test_blocks_against_the_reference(monkeypatch, parts, mask, extra, queries, group):
     """Blocks of seven tokens, so that each segment needs several and the last is short."""
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 2 * 2 * 16 * 7)

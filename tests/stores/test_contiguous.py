@@ -1,5 +1,5 @@
-"""The contiguous store against a plain list of tokens, and its promises about memory: little is spare, nothing is copied
-but the new token, and buffers stay where they are between growths.
+"""The contiguous store against a plain list of tokens, and its promises about memory: little is spare, nothing but the
+new token is copied, and buffers stay where they are between growths.
 """
 
 import pytest
@@ -58,7 +58,9 @@ def test_growing_token_by_token_never_holds_more_than_the_promise():
         held = store.held()
         per_token = (held.keys + held.values + held.scales) / tokens
         assert held.spare <= max(256, tokens / 8) * per_token
-        assert sum(t.numel() * t.itemsize for t in store.tensors()) == held.keys + held.values + held.scales + held.spare
+        assert (
+            sum(t.numel() * t.itemsize for t in store.tensors()) == held.keys + held.values + held.scales + held.spare
+        )
     assert copies <= 1500 // 256 + 1, "the buffers moved more often than once a slab"
 
 
@@ -174,6 +176,6 @@ def test_a_step_of_an_evicting_cache_moves_no_other_token():
     pointers = [t.data_ptr() for t in layer.store.tensors()]
     feed(model, cache, models.tokens(1, 1), [1])
     assert [t.data_ptr() for t in layer.store.tensors()] == pointers
-    for tensor, old in zip(layer.store.tensors(), before):
+    for tensor, old in zip(layer.store.tensors(), before, strict=True):
         changed = (tensor != old).reshape(*tensor.shape[:3], -1).any(-1).any(0).any(0)
         assert changed.sum() == 1, "one slot is written, the others stay as they are"
