@@ -229,7 +229,8 @@ class KVLayer(CacheLayerMixin):
             return
         real = _visible(mask, self.seen - tokens, self.seen)
         if self._real is not None:
-            real[:, : self._real.shape[1]] |= self._real
+            earlier = self._real.shape[1]
+            real = torch.cat([real[:, :earlier] | self._real, real[:, earlier:]], dim=1)
         self._real = real
 
     def _admit(self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None) -> None:

@@ -3,8 +3,11 @@
 A new cache is one line here, and the whole contract is held against it.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from transformers import GenerationMixin
 
 import kvplug
 from kvplug.policies import SinkWindow, Window
@@ -94,6 +97,12 @@ KINDS = [
 EXACT = [kind for kind in KINDS if kind.exact]
 EVICTING = [kind for kind in KINDS if kind.evicts]
 KEEPING = [kind for kind in KINDS if not kind.evicts]
+
+# An evicting cache records the past only where assisted decoding first asks whether it can be cropped: elsewhere
+# transformers would go on and speculate on it. The sentence is that of the error it raises there.
+RECORDS = "is_croppable" in inspect.getsource(GenerationMixin._assisted_decoding)
+NO_RECORDING = "recording needs a newer transformers"
+RECORDING = [kind for kind in KINDS if RECORDS or not kind.evicts]
 
 # The same strategies with more room than any test feeds: nothing is dropped, so what comes out is the full cache's.
 ROOMY = [

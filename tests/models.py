@@ -130,6 +130,28 @@ def tiny_qwen3_next(seed=0, **overrides):
     return build(transformers.Qwen3NextForCausalLM, transformers.Qwen3NextConfig(**settings), seed)
 
 
+def tiny_deepseek(seed=0, **overrides):
+    """Latent attention: the cache gets one head, 24 channels as keys and 8 as values, and the model expands them."""
+    settings = {
+        **TINY,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 8,
+        **overrides,
+    }
+    settings.pop("head_dim")
+    return build(transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config(**settings), seed)
+
+
 def tiny_bloom(seed=0):
     """A model that computes attention in its own code: no attention function can be routed."""
     config = transformers.BloomConfig(

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import kvplug
 from tests import models
-from tests.caches import KINDS, named
+from tests.caches import KINDS, RECORDING, named
 from tests.oracles import NAME, feed, spans
 from tests.walker import bytes_held, tensors
 
@@ -57,11 +57,12 @@ def test_the_report_after_whatever_generate_does(model, kind):
     assert_true(cache)
     cache.batch_repeat_interleave(3)
     assert_true(cache)
-    cache.activate_past_recording()
-    model(models.tokens(6, 4), **{NAME: cache})
-    assert_true(cache)
-    cache.crop(-3)
-    assert_true(cache)
+    if kind in RECORDING:
+        cache.activate_past_recording()
+        model(models.tokens(6, 4), **{NAME: cache})
+        assert_true(cache)
+        cache.crop(-3)
+        assert_true(cache)
     for layer in cache.layers:
         layer.offload()
     assert_true(cache)

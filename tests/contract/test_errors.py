@@ -75,14 +75,8 @@ def test_a_rotation_that_can_t_be_repeated_refuses_compact_positions():
 
 
 def test_latent_attention_refuses_compact_positions():
-    config = transformers.DeepseekV3Config(
-        vocab_size=97, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1,
-        num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=24, qk_rope_head_dim=8,
-        qk_nope_head_dim=16, v_head_dim=8,
-    )  # fmt: skip
     with pytest.raises(ValueError, match="original"):
-        kvplug.StreamingLLMCache(config, 2, 6)
+        kvplug.StreamingLLMCache(models.tiny_deepseek(), 2, 6)
 
 
 TYPOS = {

@@ -22,8 +22,10 @@ FAMILIES = {
     "gpt_oss_sinks": models.tiny_gpt_oss,
     "qwen3_next_linear": models.tiny_qwen3_next,
     "bloom_own_attention": models.tiny_bloom,
+    "deepseek_latent": models.tiny_deepseek,
 }
-ROUTED = {name: family for name, family in FAMILIES.items() if name != "bloom_own_attention"}
+UNROUTED = {name: FAMILIES[name] for name in ("bloom_own_attention", "deepseek_latent")}
+ROUTED = {name: family for name, family in FAMILIES.items() if name not in UNROUTED}
 ROOM = {
     "dense": lambda m: kvplug.DenseCache(m),
     "window": lambda m: kvplug.WindowCache(m, 64),
@@ -122,12 +124,27 @@ def test_a_sliding_layer_keeps_its_window_and_releases_the_prompt():
             assert layer.keys.untyped_storage().nbytes() <= 2 * 8 * 16 * 4  # kv_heads, window, head_dim, fp32
 
 
-def test_a_model_with_its_own_attention_code_works_while_all_is_kept():
+@pytest.mark.parametrize("family", UNROUTED.values(), ids=UNROUTED)
+def test_a_model_that_reads_the_cache_itself_works_while_all_is_kept(family):
+    """Bloom computes attention in its own code, DeepSeek expands the latents before attention: handles decode."""
     ids = models.tokens(2, 21)
-    expected = feed(models.tiny_bloom(), DynamicCache(), ids, CHUNKS)
-    model = models.tiny_bloom()
-    result = feed(model, kvplug.DenseCache(model), ids, CHUNKS)
+    expected = feed(family(), DynamicCache(), ids, CHUNKS)
+    model = family()
+    cache = kvplug.DenseCache(model)
+    result = feed(model, cache, ids, CHUNKS)
     assert torch.allclose(result, expected, atol=SAME_KERNEL, rtol=0)
+    for spec in ("dense", "int8", "int4"):
+        cache = kvplug.from_spec(spec, model)
+        feed(model, cache, ids, CHUNKS)
+        assert cache.memory().residual == 0
+        assert cache.memory() == kvplug.plan(model.config, spec, 21, batch=2)
+
+
+def test_latents_refuse_to_be_dropped():
+    """The expanded latents would meet the mask of other columns."""
+    model = models.tiny_deepseek()
+    with pytest.raises(ValueError, match=r"evicts.*keeps all tokens"):
+        feed(model, kvplug.WindowCache(model, 8), models.tokens(1, 20), [12, 8])
 
 
 @pytest.mark.parametrize("policy", [Window(8), SinkWindow(2, 6, positions="original")], ids=["window", "streaming"])

@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache
 
 import kvplug
 from tests import models
-from tests.caches import EXACT, KEEPING, KINDS, named
-from tests.oracles import LOGITS, NAMES, Keep, SAME_KERNEL, feed, greedy_row, row_logits, spans
+from tests.caches import EXACT, KEEPING, KINDS, RECORDING, named
+from tests.oracles import LOGITS, NAMES, SAME_KERNEL, Keep, feed, greedy_row, row_logits, spans
 from tests.tape import Tape
 
 
@@ -58,7 +58,7 @@ def test_a_reset_cache_is_a_new_one(model, kind):
         assert cache.memory().total == 0
 
 
-@pytest.mark.parametrize("kind", **named(KINDS))
+@pytest.mark.parametrize("kind", **named(RECORDING))
 def test_a_reset_in_the_middle_of_recording(model, kind):
     cache = kind.make(model)
     cache.activate_past_recording()

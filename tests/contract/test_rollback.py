@@ -8,7 +8,7 @@ import torch
 
 import kvplug
 from tests import models
-from tests.caches import EVICTING, KEEPING, KINDS, named
+from tests.caches import EVICTING, KEEPING, KINDS, NO_RECORDING, RECORDS, named
 from tests.oracles import LOGITS, SAME_KERNEL, feed, row_logits
 from tests.tape import Tape
 
@@ -85,6 +85,15 @@ def test_cropping_what_was_dropped_raises_and_changes_nothing(model, kind):
     assert tape.worst(kind.keeps) < LOGITS
 
 
+@pytest.mark.skipif(RECORDS, reason="this transformers asks is_croppable first")
+@pytest.mark.parametrize("kind", **named(EVICTING))
+def test_recording_is_refused_where_nobody_asks_first(model, kind):
+    cache = kind.make(model)
+    with pytest.raises(ValueError, match=f"crop.*{NO_RECORDING}"):
+        cache.activate_past_recording()
+
+
+@pytest.mark.skipif(not RECORDS, reason=NO_RECORDING)
 @pytest.mark.parametrize("kind", **named(EVICTING))
 def test_recording_the_past_allows_to_crop_what_would_have_been_dropped(model, kind):
     """Between `activate_past_recording` and `crop` nothing is dropped, so the tokens of a draft can be taken back."""
