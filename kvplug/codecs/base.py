@@ -124,15 +124,20 @@ class Codec:
         return tokens * heads * sum(f.nbytes for f in self.fields(dim, dtype))
 
 
-def round_down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The largest value of `dtype` that is not above `x` (fp32)."""
-    y = x.to(dtype)
-    return torch.where(y.float() > x, torch.nextafter(y, torch.full_like(y, -math.inf)), y)
+# A bfloat16 is the upper half of an fp32: dropping the lower half rounds towards zero, and adding just less than one
+# unit of the upper half first rounds away from it.
+_UPPER, _ALMOST_ONE = -0x10000, 0xFFFF
 
 
-def round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest value of `dtype` that is not below `x` (fp32)."""
-    return -round_down(-x, dtype)
+def bf16_below(x: torch.Tensor) -> torch.Tensor:
+    """The largest bfloat16 that is not above the finite fp32 `x`, as fp32."""
+    bits = x.contiguous().view(torch.int32)
+    return (bits + ((bits >> 31) & _ALMOST_ONE)).bitwise_and_(_UPPER).view(torch.float32)
+
+
+def bf16_above(x: torch.Tensor) -> torch.Tensor:
+    """The smallest bfloat16 that is not below the finite fp32 `x`, which is not negative, as fp32."""
+    return (x.contiguous().view(torch.int32) + _ALMOST_ONE).bitwise_and_(_UPPER).view(torch.float32)
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvplug.codecs.base import Codec, Encoded, Field, Linear, rotate_blocks, round_down, round_up
+from kvplug.codecs.base import Codec, Encoded, Field, Linear, bf16_above, bf16_below, rotate_blocks
 from kvplug.codecs.cast import SCALE_DTYPE
 
 
@@ -21,16 +21,15 @@ def quantize(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor, 
     the range that is smaller in magnitude; it is rounded outwards and the scale up, so every element lies within the
     codes' range and comes back within half of the stored scale.
     """
-    # Where the lower end is the larger one, the vector is mirrored, and the scale stored negative.
-    sign = torch.where(x.amin(-1, keepdim=True) + x.amax(-1, keepdim=True) < 0, -1.0, 1.0)
-    x = x * sign
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    zero = round_down(low, SCALE_DTYPE)
-    scale = round_up((high - zero.float()) / levels, SCALE_DTYPE)
-    step = torch.where(scale > 0, scale.float(), 1.0)
-    codes = ((x - zero.float()) / step).round().clamp(0, levels).to(torch.uint8)
-    scale, zero = scale * sign.to(SCALE_DTYPE), zero * sign.to(SCALE_DTYPE)
-    return codes, scale, zero
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    # Where the lower end is the larger one, the vector is mirrored, and scale and zero point are stored negative.
+    sign = torch.where(low + high < 0, -1.0, 1.0)
+    near = bf16_below(torch.minimum(low * sign, high * sign))
+    far = torch.maximum(low * sign, high * sign)
+    scale = bf16_above((far - near) / levels)
+    step = torch.where(scale > 0, scale, 1.0)
+    codes = (x * sign).sub_(near).div_(step).round_().clamp_(0, levels).to(torch.uint8)
+    return codes, (scale * sign).to(SCALE_DTYPE), (near * sign).to(SCALE_DTYPE)
 
 
 def pack_halves(codes: torch.Tensor) -> torch.Tensor:

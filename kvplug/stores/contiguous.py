@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvplug.codecs import Codec, Encoded
+from kvplug.codecs import Codec, Encoded, Plain
 from kvplug.stores.base import Held, Store
 from kvplug.stores.slots import Admission
 
@@ -46,9 +46,6 @@ class Side:
             f.name: torch.zeros(batch, heads, 0, f.width, dtype=f.dtype, device=x.device)
             for f in self.codec.fields(self.dim, x.dtype)
         }
-
-    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.codec.encode(x).fields
 
     def view(self, start: int, length: int) -> Encoded:
         fields = {name: buffer.narrow(2, start, length) for name, buffer in self.buffers.items()}
@@ -104,12 +101,22 @@ class ContiguousStore(Store):
             self._positions = grown(self._positions, self.length, capacity, fill=-1)
         self.capacity = capacity
 
+    def _encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[dict, dict]:
+        """The fields of both sides."""
+        one, other = self.keys.codec, self.values.codec
+        few = keys.shape[2] == 1 and keys.shape == values.shape
+        if one != other or not few or isinstance(one, Plain):
+            return one.encode(keys).fields, other.encode(values).fields
+        # One token is a handful of numbers: what costs is the number of operations, and one pass needs half of them.
+        both = one.encode(torch.cat([keys, values])).fields
+        return tuple({name: half[i] for name, half in ((n, x.chunk(2)) for n, x in both.items())} for i in (0, 1))
+
     def append(self, keys: torch.Tensor, values: torch.Tensor, start: int | None = None) -> None:
         """Encodes and adds tokens after those that are there; `start` is the logical position of the first one."""
         tokens = keys.shape[2]
         self.reserve(self.length + tokens)
-        for side, x in ((self.keys, keys), (self.values, values)):
-            for name, block in side.encode(x).items():
+        for side, encoded in zip((self.keys, self.values), self._encode(keys, values), strict=True):
+            for name, block in encoded.items():
                 side.buffers[name].narrow(2, self.length, tokens).copy_(block)
         if self._positions is not None:
             first = self.length if start is None else start
@@ -120,14 +127,15 @@ class ContiguousStore(Store):
     def put(self, keys: torch.Tensor, values: torch.Tensor, admission: Admission) -> None:
         """Encodes the new tokens that stay and writes each to its slot (see `Admission`)."""
         slots, valid = admission.slots, admission.valid
-        for side, x in ((self.keys, keys), (self.values, values)):
-            batch, heads = x.shape[:2]
+        batch, heads, tokens = keys.shape[:3]
 
-            def spread(index: torch.Tensor, width: int, batch=batch, heads=heads) -> torch.Tensor:
-                return index[..., None].expand(batch, heads, -1, width)
+        def spread(index: torch.Tensor, width: int) -> torch.Tensor:
+            return index[..., None].expand(batch, heads, -1, width)
 
-            kept = x if x.shape[2] == 1 else x.gather(2, spread(admission.source, x.shape[-1]))
-            for name, block in side.encode(kept).items():
+        if tokens > 1:
+            keys, values = (x.gather(2, spread(admission.source, x.shape[-1])) for x in (keys, values))
+        for side, encoded in zip((self.keys, self.values), self._encode(keys, values), strict=True):
+            for name, block in encoded.items():
                 buffer = side.buffers[name]
                 index = spread(slots, block.shape[-1])
                 if valid is not None:

@@ -44,6 +44,18 @@ def test_lengths_of_a_new_cache(model, kind):
 
 
 @pytest.mark.parametrize("kind", **named(KINDS))
+def test_early_initialization_changes_nothing(model, kind):
+    """transformers' export recipes call it before the first update."""
+    ids, chunks = models.tokens(2, 20), [12, 1, 7]
+    expected = feed(model, kind.make(model), ids, chunks)
+    cache = kind.make(model)
+    cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+    assert cache.is_initialized
+    assert cache.get_seq_length() == 0
+    assert torch.equal(feed(model, cache, ids, chunks), expected)
+
+
+@pytest.mark.parametrize("kind", **named(KINDS))
 def test_a_reset_cache_is_a_new_one(model, kind):
     """For another prompt, another batch size, with or without padding before: each run equals that of a new object."""
     runs = [(models.tokens(1, 24), None), (models.left_padded([3, 24, 11])[1:]), (models.tokens(2, 24, seed=5), None)]

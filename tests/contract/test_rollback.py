@@ -9,7 +9,7 @@ import torch
 import kvplug
 from tests import models
 from tests.caches import EVICTING, KEEPING, KINDS, NO_RECORDING, RECORDS, named
-from tests.oracles import LOGITS, SAME_KERNEL, feed, row_logits
+from tests.oracles import LOGITS, SAME_KERNEL, Keep, batch_logits, feed, row_logits
 from tests.tape import Tape
 
 
@@ -83,6 +83,46 @@ def test_cropping_what_was_dropped_raises_and_changes_nothing(model, kind):
         assert cache.memory() == before
         feed(model, cache, ids[:, 20:], [1, 1, 8])
     assert tape.worst(kind.keeps) < LOGITS
+
+
+@pytest.mark.parametrize("budgets", [[10, 6], [6, 10]], ids=str)
+def test_a_crop_that_one_layer_can_t_do_changes_no_layer(model, budgets):
+    cache, ids = kvplug.WindowCache(model, budgets), models.tokens(1, 20)
+    feed(model, cache, ids[:, :8], [8])
+    before = cache.memory()
+    with pytest.raises(ValueError, match="crop"):
+        cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [8, 8]
+    assert cache.memory() == before
+    keeps = [Keep(window=budget) for budget in budgets]
+    logits = feed(model, cache, ids[:, 8:], [1, 11])[0]
+    assert torch.allclose(logits, row_logits(model, ids[0], [8, 1, 11], keeps)[8:], atol=LOGITS, rtol=0)
+
+
+@pytest.mark.parametrize("removed", [2, 4])
+@pytest.mark.parametrize("kind", **named(KINDS))
+def test_cropping_a_padded_batch(model, kind, removed):
+    """Left padding first, nothing dropped yet; what is cropped is tokens of some rows and padding of others."""
+    _, first, first_mask = models.left_padded([1, 3, 2])
+    _, tail, tail_mask = models.left_padded([1, 2, 0], seed=7)
+    wrong = models.tokens(3, removed - 2, seed=8)
+    more = models.tokens(3, 12, seed=9)
+    taken = torch.cat([tail, wrong], 1), torch.cat([tail_mask, torch.ones_like(wrong)], 1)
+    cache = kind.make(model)
+    feed(model, cache, first, [3], first_mask)
+    feed(model, cache, taken[0], [removed], torch.cat([first_mask, taken[1]], 1))
+    assert cache.get_seq_length() == 3 + removed
+    cache.crop(-removed)
+    assert cache.get_seq_length() == 3
+    mask = torch.cat([first_mask, torch.ones_like(more)], 1)
+    logits = feed(model, cache, more, [1, 4, 1, 6], mask)
+    straight = kind.make(model)
+    expected = feed(model, straight, torch.cat([first, more], 1), [3, 1, 4, 1, 6], mask)[:, 3:]
+    # The same forwards on the same tokens, so even codes are the same; only the order of slots may differ.
+    assert torch.allclose(logits, expected, atol=SAME_KERNEL, rtol=0)
+    if kind.exact:
+        ids, chunks = torch.cat([first, more], 1), [3, 1, 4, 1, 6]
+        assert torch.allclose(logits, batch_logits(model, ids, mask, chunks, kind.keeps)[:, 3:], atol=LOGITS, rtol=0)
 
 
 @pytest.mark.skipif(RECORDS, reason="this transformers asks is_croppable first")

@@ -112,6 +112,18 @@ def test_rows_of_different_lengths_are_repeated_and_selected(model, kind):
     assert tape.worst(kind.keeps, mask[::2, :14]) < LOGITS
 
 
+@pytest.mark.parametrize("kind", **named(KINDS))
+def test_rows_chosen_by_a_boolean_mask(model, kind):
+    """As DynamicCache's indexing takes it."""
+    ids, rows = models.tokens(3, 20), torch.tensor([True, False, True])
+    cache, straight = kind.make(model), kind.make(model)
+    feed(model, cache, ids[:, :12], [12])
+    cache.batch_select_indices(rows)
+    feed(model, straight, ids[rows, :12], [12])
+    expected = feed(model, straight, ids[rows, 12:], [1, 7])
+    assert torch.allclose(feed(model, cache, ids[rows, 12:], [1, 7]), expected, atol=LOGITS, rtol=0)
+
+
 @pytest.mark.parametrize("kind", **named(ROOMY))
 def test_num_return_sequences_over_a_prefix_of_one_row(kind):
     """The prefix was read with one row; `generate` expands its input, the caller the cache."""
