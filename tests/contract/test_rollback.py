@@ -99,7 +99,7 @@ def test_a_crop_that_one_layer_can_t_do_changes_no_layer(model, budgets):
     assert torch.allclose(logits, row_logits(model, ids[0], [8, 1, 11], keeps)[8:], atol=LOGITS, rtol=0)
 
 
-@pytest.mark.parametrize("removed", [2, 4])
+@pytest.mark.parametrize("removed", [2, 3])
 @pytest.mark.parametrize("kind", **named(KINDS))
 def test_cropping_a_padded_batch(model, kind, removed):
     """Left padding first, nothing dropped yet; what is cropped is tokens of some rows and padding of others."""
