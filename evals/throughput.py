@@ -30,7 +30,7 @@ EXACT_KL_16_BITS = 1e-2
 
 @dataclass(frozen=True)
 class Timing:
-    """How the clock is read: `rounds` turns of `steps` decoded tokens per cache, after `warmup` unclocked ones."""
+    """How the clock is read: `rounds` turns of `steps` decoded tokens for each cache, after `warmup` unclocked ones."""
 
     rounds: int = 5
     steps: int = 8
@@ -145,14 +145,17 @@ def check(model: PreTrainedModel, runners: list[Runner], token: torch.Tensor) ->
 
 @torch.no_grad()
 def decode(model: PreTrainedModel, runner: Runner, token: torch.Tensor, steps: int) -> float:
-    """Seconds per token over `steps` forwards of one token each."""
+    """Seconds for one token, the median over `steps` forwards: one that another program held up doesn't count."""
+    seconds = []
     with specs.routed(runner.spec, model):
         synchronize(token.device)
-        start = time.perf_counter()
         for _ in range(steps):
+            start = time.perf_counter()
             forward(model, token, runner.cache)
-        synchronize(token.device)
-        return (time.perf_counter() - start) / steps
+            # Generation waits for each token too, before it can feed it back.
+            synchronize(token.device)
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def synchronize(device: torch.device) -> None:

@@ -108,7 +108,7 @@ def _frequencies(config: PreTrainedConfig, rope_type: str) -> tuple[float, ...]:
     else:
         compute = ROPE_INIT_FUNCTIONS[rope_type]
     # The scaling factor of yarn is already in the keys; moving them must leave their norms alone.
-    inv_freq, _ = compute(config, device=torch.device("cpu"), **extra)
+    inv_freq, _ = compute(config, **extra)
     return tuple(inv_freq.double().tolist())
 
 

@@ -101,6 +101,36 @@ def test_a_window_of_ours_is_the_sliding_window_of_the_model(family):
     assert torch.allclose(result, expected, atol=LOGITS, rtol=0)
 
 
+SPECIAL = {
+    "gemma2_softcap": lambda: models.tiny_gemma2(layer_types=["full_attention"] * 2),
+    "gpt_oss_sinks": lambda: models.tiny_gpt_oss(layer_types=["full_attention"] * 2),
+}
+
+
+def under_sdpa(model):
+    model.config._attn_implementation_internal = "sdpa"  # past the check that keeps some models from it
+    return model
+
+
+@pytest.mark.parametrize("room", ["window", "streaming"])
+@pytest.mark.parametrize("family", SPECIAL.values(), ids=SPECIAL)
+def test_soft_capping_and_learned_sinks_under_sdpa(family, room):
+    """sdpa has neither; a compressing cache has both from the first forward on, and answers as eager attention does."""
+    ids = models.tokens(2, 21)
+    expected = feed(family(), DynamicCache(), ids, CHUNKS)
+    model = under_sdpa(family())
+    assert torch.allclose(feed(model, ROOM[room](model), ids, CHUNKS), expected, atol=LOGITS, rtol=0)
+
+
+def test_the_exact_cache_under_sdpa_is_the_default_cache_under_sdpa():
+    """What a model computes without us is what it computes with DenseCache, even where sdpa leaves the sinks out."""
+    ids, family = models.tokens(2, 21), SPECIAL["gpt_oss_sinks"]
+    other = under_sdpa(family())
+    expected = feed(other, DynamicCache(), ids, CHUNKS)
+    model = under_sdpa(family())
+    assert torch.allclose(feed(model, kvplug.DenseCache(model), ids, CHUNKS), expected, atol=LOGITS, rtol=0)
+
+
 @pytest.mark.parametrize("family", ["phi_partial_rotary", "glm_interleaved_rotary"])
 def test_compact_positions_under_other_rotations(family):
     """One layer: a fresh forward over what is kept, at the positions of the short sequence."""
@@ -170,6 +200,29 @@ def test_an_encoder_decoder_takes_ours_for_self_attention():
     cache = transformers.EncoderDecoderCache(kvplug.DenseCache(model), DynamicCache())
     made = model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False)
     assert made.equal(expected)
+
+
+@pytest.mark.parametrize("from_config", [False, True], ids=["model", "config"])
+def test_a_decoder_inside_of_a_larger_model(from_config):
+    """Llava: the text decoder's own config is routed, not that of the whole, and answers as the decoder alone does."""
+    text = transformers.LlamaConfig(**models.TINY)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=96)
+    model = models.build(transformers.LlavaForConditionalGeneration, config)
+    alone = models.tiny_llama()
+    alone.model.load_state_dict(model.model.language_model.state_dict())
+    alone.lm_head.load_state_dict(model.lm_head.state_dict())
+    ids = models.tokens(1, 20) % 95 + 1  # no image token
+    cache = kvplug.StreamingLLMCache(model.config if from_config else model, 2, 6)
+    logits = feed(model, cache, ids, [12, 1, 7])[0]
+    expected = row_logits(alone, ids[0], [12, 1, 7], Keep(2, 6, compact=True))
+    assert torch.allclose(logits, expected, atol=LOGITS, rtol=0)
+    assert model.config.text_config._attn_implementation == "kvplug"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    kvplug.detach(model)
+    assert model.config.text_config._attn_implementation == "sdpa"
 
 
 def test_a_model_without_full_attention_is_refused():

@@ -99,6 +99,41 @@ def test_a_crop_that_one_layer_can_t_do_changes_no_layer(model, budgets):
     assert torch.allclose(logits, row_logits(model, ids[0], [8, 1, 11], keeps)[8:], atol=LOGITS, rtol=0)
 
 
+def test_a_crop_that_a_layer_of_transformers_refuses_changes_no_layer():
+    """Sliding layers past their window can't be cropped unless they recorded; then the full ones before them must not
+    be either."""
+    model = models.tiny_gemma3(layer_types=["full_attention", "sliding_attention"] * 2)
+    cache = kvplug.DenseCache(model)
+    feed(model, cache, models.tokens(1, 20), [20])
+    before = cache.memory()
+    with pytest.raises((ValueError, RuntimeError), match="crop"):
+        cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [20] * 4
+    assert cache.memory() == before
+
+
+@pytest.mark.skipif(not RECORDS, reason=NO_RECORDING)
+@pytest.mark.parametrize("kind", **named(EVICTING))
+def test_recording_several_forwards_of_a_padded_batch(model, kind):
+    """Two forwards before the crop, the first with padding: what they brought is dropped as if it had been one."""
+    _, ids, mask = models.left_padded([5, 14, 9, 1])
+    more = models.tokens(4, 10, seed=3)
+    ids, mask = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
+    draft = torch.cat([ids[:, 14:15], models.tokens(4, 2, seed=8)], dim=1)
+    cache = kind.make(model)
+    cache.activate_past_recording()
+    first = feed(model, cache, ids[:, :14], [14], mask)
+    second = feed(model, cache, draft, [3], mask[:, :17])[:, :1]
+    cache.crop(-2)
+    third = feed(model, cache, ids[:, 15:], [9], mask)
+    cache.crop(0)
+    assert cache.memory().tokens_kept == kept_on_average(kind, 24)
+    if kind.exact:
+        result = torch.cat([first, second, third], 1) * mask[..., None]
+        expected = batch_logits(model, ids, mask, [15, 9], kind.keeps)
+        assert torch.allclose(result, expected, atol=LOGITS, rtol=0)
+
+
 @pytest.mark.parametrize("removed", [2, 3])
 @pytest.mark.parametrize("kind", **named(KINDS))
 def test_cropping_a_padded_batch(model, kind, removed):
