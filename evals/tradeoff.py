@@ -111,7 +111,7 @@ def main(
     prefill: Annotated[int, typer.Option("--prefill", help="Tokens of prompt, fed at once.")] = Protocol.prefill,
     step: Annotated[int, typer.Option("--step", help="Tokens fed at a time after it.")] = Protocol.step,
     length: Annotated[int, typer.Option("--length", help="Tokens in a window.")] = Protocol.length,
-    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows, spread over the text.")] = 2,
+    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows, spread over the text.")] = 1,
     decode_tokens: Annotated[
         int, typer.Option("--decode-tokens", min=0, help="Tokens in the cache while decoding is timed; 0 skips it.")
     ] = 4096,

@@ -8,8 +8,6 @@ from transformers import DynamicCache, QuantizedCache
 
 from evals.held import held_bytes
 
-KIB = torch.zeros(256)  # 1,024 bytes of float32
-
 
 def test_a_storage_counts_once_however_often_it_is_reached():
     x = torch.zeros(256)
