@@ -5,7 +5,6 @@ Supported: transformers 5.17 up to the newest 5.x.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 
@@ -65,7 +64,7 @@ def kv_shape(config: PreTrainedConfig, layer_idx: int) -> tuple[int, int, int]:
 
 
 # Whether assisted decoding asks `is_croppable` before it relies on cropping (5.17 goes on without asking).
-ASSISTED_DECODING_ASKS = "is_croppable" in inspect.getsource(GenerationMixin._assisted_decoding)
+ASSISTED_DECODING_ASKS = "is_croppable" in GenerationMixin._assisted_decoding.__code__.co_names
 
 
 def can_route(model: torch.nn.Module) -> bool:
