@@ -62,14 +62,24 @@ def attention_forward(
     name = _previous(getattr(module, "config", None))
     view = view_of(key, value)
     special = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
-    if view is None and name == "sdpa" and query.shape[2] == 1 and not special and not dropout:
+    foreign = bool(dropout) or kwargs.get("position_bias") is not None
+    if view is None and name == "sdpa" and query.shape[2] == 1 and not special and not foreign:
         # For one query of a group of heads sdpa would read the keys once a head.
         view = plain_view(key, value)
-        exact = False
+        ours = view is not None
+    elif view is None:
+        ours = False
+    elif foreign:
+        if view.evicting and not view.plain:
+            extra = "dropout" if dropout else "position_bias"
+            raise ValueError(f"{extra} is not supported over a cache that evicts tokens; use DenseCache or QuantCache")
+        ours = False
     else:
-        # A first forward under a compressing cache; soft-capping and learned sinks are more than sdpa can do.
-        exact = view is not None and view.plain and not (name == "sdpa" and special)
-    if view is None or exact:
+        # The model's own function takes a first forward as it is; sdpa can't soft-cap or use learned sinks.
+        ours = not view.plain or (name == "sdpa" and special)
+    if ours:
+        out = _attend(module, query, view, attention_mask, scaling, kwargs), None
+    else:
         if view is None:
             key, value = (x.decoded() if isinstance(x, KVTensor) else x for x in (key, value))
         else:
@@ -77,8 +87,6 @@ def attention_forward(
         out = compat.attention_function(name, module)(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    else:
-        out = _attend(module, query, view, attention_mask, scaling, dropout, kwargs), None
     if view is not None:
         view.done(query, attention_mask)
     return out
@@ -90,12 +98,8 @@ def _attend(
     view: KVView,
     mask: torch.Tensor | None,
     scaling: float | None,
-    dropout: float,
     kwargs: dict,
 ) -> torch.Tensor:
-    if dropout or kwargs.get("position_bias") is not None:
-        extra = "dropout" if dropout else "position_bias"
-        raise ValueError(f"{extra} is not supported in attention over a compressed cache; use DenseCache")
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     out = kernels.attend(

@@ -19,11 +19,18 @@ def in_one_forward(model, ids):
         return model(ids, use_cache=False).logits[0].float().log_softmax(-1)
 
 
+# Caches that lose nothing: full precision, and budgets that the text does not reach.
+EXACT = ["transformers:dynamic", "dense", "window:window=120", "streaming:sinks=4,window=116"]
+
+
 @pytest.mark.parametrize("step", [1, 7, 16, 200], ids="step {}".format)
-def test_chunked_scores_equal_one_forward(tiny, ids, step):
+@pytest.mark.parametrize("spec", EXACT)
+def test_chunked_scores_equal_one_forward(tiny, ids, spec, step):
     protocol = Protocol(prefill=40, step=step, length=120)
     against = teacher.reference(tiny.model, ids, DynamicCache(config=tiny.model.config), protocol)
-    scores = teacher.score(tiny.model, ids, DynamicCache(config=tiny.model.config), protocol, against)
+    with specs.routed(spec, tiny.model):
+        cache = specs.build(spec, tiny.model, capacity=120)
+        scores = teacher.score(tiny.model, ids, cache, protocol, against)
     whole = in_one_forward(tiny.model, ids)
     # Token 41 is the first whose prediction read the cache back; the last token is only a target.
     wanted = torch.nn.functional.nll_loss(whole[40:119], ids[0, 41:], reduction="none").double()
