@@ -49,6 +49,17 @@ def test_a_cache_that_holds_everything_and_answers_wrong_gets_no_ratio(tiny):
     assert throughput.summary(runners[0], runners[0], 100)["ratio"] == 1
 
 
+def test_spare_capacity_is_not_content(tiny):
+    """At 20 tokens int4 reserves more than the full cache holds, and may differ; full precision may not."""
+    tile, token = throughput.real_states(tiny)
+    order = [specs.REFERENCE, "int4", "dense"]
+    runners = [Runner(spec, throughput.filled(spec, tiny.model, tile, 20, 30)) for spec in order]
+    runners[2].cache.layers[0].values.neg_()
+    throughput.check(tiny.model, runners, token)
+    assert runners[1].bytes > runners[0].bytes and runners[1].kl > 1e-4
+    assert [runner.fault is None for runner in runners] == [True, True, False]
+
+
 def test_a_cache_that_answers_nonsense_gets_no_ratio(tiny):
     tile, token = throughput.real_states(tiny)
     good = throughput.filled(specs.REFERENCE, tiny.model, tile, 100, 100)
