@@ -5,6 +5,7 @@ Must never measure anything: an eval works the same when it is called as a funct
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,11 +36,22 @@ DatasetOption = Annotated[
 ColumnOption = Annotated[
     str | None, typer.Option("--column", help="The data set's text column, where it is not called `text`.")
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="Where the model runs: `cpu`, `cuda`, `cuda:1`, `mps`.")]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="Where the model runs: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto`, which spreads a model that is too large "
+        "for one card over all of them (accelerate's device_map).",
+    ),
+]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="`auto` (as the model is stored), `float32`, `bfloat16` or `float16`.")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seeds torch; recorded with the result.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="What random numbers start from; recorded with the result.")]
+WindowsOption = Annotated[int, typer.Option("--windows", min=1, help="Windows of text, spread over it.")]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", help="Folder for the report and its picture.  [default: results/NAME]")
+]
 
 
 def run(command: Callable, arguments: list[str] | None = None) -> None:
@@ -57,16 +69,22 @@ def run(command: Callable, arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
 
-def progress(total: int, description: str, unit: str) -> tqdm:
+def progress(total: int, description: str, unit: str, quiet: bool = False) -> tqdm:
     """A progress bar on stderr; where that is a file and not a terminal, a line every ten seconds at most."""
     return tqdm(
         total=total,
         desc=description,
+        disable=quiet,
         unit=unit,
         dynamic_ncols=True,
         file=sys.stderr,
         mininterval=0.2 if sys.stderr.isatty() else 10.0,
     )
+
+
+def say(line: str) -> None:
+    """Prints a line on stdout."""
+    print(line, flush=True)
 
 
 def show(renderable) -> None:

@@ -1,4 +1,4 @@
-"""The picture of a trade-off: quality against memory, one point for each cache, each named where it stands.
+"""What all pictures share, and the picture of a trade-off: one point for each cache, each named where it stands.
 
 Must stay readable at the width of a README, in grey and to the colour-blind: markers differ by shape, not only colour.
 """
@@ -41,6 +41,33 @@ PLACES = [
 ]
 
 
+# For pictures with a line for each cache: colours in Okabe and Ito's order, told apart by markers as well.
+COLORS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F"]
+MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*", "<", ">"]
+
+
+def line_style(index: int) -> dict:
+    """Colour and marker of the `index`th line of a picture."""
+    return dict(color=COLORS[index % len(COLORS)], marker=MARKERS[index % len(MARKERS)], markersize=6, linewidth=1.6)
+
+
+def canvas(title: str, columns: int = 1, width: float = 9.0, height: float = 5.0):
+    """A figure and `columns` axes side by side, in the style of all pictures here."""
+    figure, axes = plt.subplots(1, columns, figsize=(width, height), dpi=160, layout="constrained", squeeze=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    for one in axes[0]:
+        one.grid(color="#dddddd", linewidth=0.8, zorder=0)
+        one.tick_params(labelsize=10, length=0)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0]
+
+
+def save(figure, path: Path) -> None:
+    """Writes a figure to a PNG file, and lets go of it."""
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def style_of(entry: dict) -> str:
     """Which of `STYLES` a result belongs to."""
     if entry["spec"].startswith("transformers:"):
@@ -71,8 +98,7 @@ def tradeoff(result: dict, path: Path) -> None:
     axes.legend(loc="best", frameon=False, fontsize=10)
     figure.canvas.draw()
     place_labels(figure, axes, points)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def label_of(spec: str) -> str:

@@ -5,12 +5,54 @@ that a cache forgot to free.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
 import torch
 
 # These lead out of the cache into code that is shared by the whole program.
 LEAVES = (str, bytes, int, float, bool, complex, type, ModuleType, FunctionType, BuiltinFunctionType, torch.dtype)
+
+
+def counted(cache, model, tokens: int, full: int | None = None) -> dict:
+    """What `cache` holds after `tokens` tokens, as every result tells it.
+
+    Measured from outside for every cache; kvplug's own report stands beside it, and `report_agrees` compares the two.
+
+    Args:
+        full: elements of K and V that a full cache has for the same tokens, where that is known.
+    """
+    held = held_bytes(cache, outside=model)
+    own = cache.memory() if hasattr(cache, "memory") else None
+    return {
+        "held_bytes": held,
+        "bytes_per_token": held / tokens,
+        "bits_held": 8 * held / full if full else None,
+        "bits_stored": own.bits_per_element if own else None,
+        "drops_tokens": bool(own and own.tokens_kept < own.tokens_seen),
+        "tokens_seen": tokens,
+        "report": asdict(own) if own else None,
+        "report_agrees": own.total == held if own else None,
+    }
+
+
+def elements(cache) -> int:
+    """Scalars of K and V in one of transformers' caches; a layer whose state is of another kind has none."""
+    parts = (getattr(layer, side, None) for layer in cache.layers for side in ("keys", "values"))
+    return sum(x.numel() for x in parts if x is not None)
+
+
+def start_peak(device: torch.device) -> int:
+    """Starts to watch the device's memory; returns what is allocated now."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_since(device: torch.device, before: int) -> int | None:
+    """The most bytes that were allocated on the device at once, above `before`; None where no allocator counts."""
+    return torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
 
 
 def held_bytes(cache: object, *, outside: object = None) -> int:

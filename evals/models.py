@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import platformdirs
 import torch
+from accelerate import PartialState
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -35,6 +37,8 @@ PACKAGE_VERSION = "0.1.2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A conversion takes half a minute; a work folder this old belongs to a process that died.
 STALE_AFTER_SECONDS = 3600
+# Processes wait for each other at the end of their shares; the default of half an hour would end a long run.
+PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -56,32 +60,55 @@ def load(name: str = EMBEDDED, *, device: str = "cpu", dtype: str = "auto") -> L
 
     Args:
         name: `"smollm2"` for the embedded SmolLM2-135M-Instruct, a local folder, or a hub name.
-        device: anything that `torch.device` takes and this machine has.
+        device: anything that `torch.device` takes and this machine has, or `"auto"` to spread the model over all
+            devices as accelerate sees fit.
         dtype: `"auto"` (as stored; the embedded model is stored in float32), `"float32"`, `"bfloat16"`, `"float16"`.
 
     Raises:
         InputError: the model can't be found or loaded, or `device` or `dtype` isn't available.
     """
-    target = check_device(device)
+    target = "auto" if device == "auto" else check_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"--dtype: got '{dtype}', accepted are auto, {', '.join(DTYPES)}")
-    folder = str(embedded_model()) if name == EMBEDDED else name
+    if name == EMBEDDED:
+        # One process of each machine converts, the others find it done.
+        with processes().local_main_process_first():
+            folder = str(embedded_model())
+    else:
+        folder = name
     local = os.path.isdir(folder)
     if not local and os.path.exists(folder):
         raise InputError(f"--model: '{name}' is a file; accepted are '{EMBEDDED}', a model folder or a hub name")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=local)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES.get(dtype, "auto"), local_files_only=local)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES.get(dtype, "auto"),
+            local_files_only=local,
+            device_map="auto" if target == "auto" else None,
+        )
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
             f"--model: can't load '{name}': {first_line(error)} "
             f"(accepted are '{EMBEDDED}', a model folder or a hub name)"
         ) from error
-    return Loaded(name, model.to(target).eval(), tokenizer)
+    if target != "auto":
+        model = model.to(target)
+    return Loaded(name, model.eval(), tokenizer)
+
+
+def processes() -> PartialState:
+    """This process among those that `accelerate launch` started; the only one without it."""
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
 
 
 def check_device(device: str) -> torch.device:
-    """The `torch.device` called `device`; an `InputError` where it doesn't exist here."""
+    """The `torch.device` called `device`; an `InputError` where it doesn't exist here.
+
+    Of several processes on one machine each gets a device of its own where no number is given.
+    """
+    if device in ("cuda", "xpu") and processes().num_processes > 1:
+        device = f"{device}:{processes().local_process_index}"
     try:
         target = torch.device(device)
         torch.empty(0, device=target)

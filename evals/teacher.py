@@ -5,7 +5,7 @@ cache stored. Must never look ahead: the logits at position t are judged by toke
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -60,17 +60,12 @@ class Scores:
 
     @staticmethod
     def join(parts: "list[Scores]") -> "Scores":
-        """The scores of several windows, one after the other."""
-        return Scores(*(torch.cat([getattr(part, name) for part in parts]) for name in ("nll", "kl", "agree")))
+        """The scores of several runs of predictions, one after the other."""
+        return Scores(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)))
 
-    def summary(self) -> dict[str, float]:
-        """Perplexity, mean KL in nats per token, share of equal likeliest tokens, and how many predictions."""
-        return {
-            "perplexity": self.nll.mean().exp().item(),
-            "kl": self.kl.mean().item(),
-            "top1_agreement": self.agree.mean().item(),
-            "predictions": self.nll.numel(),
-        }
+    def lists(self) -> dict[str, list[float]]:
+        """The figures as lists by name."""
+        return {f.name: getattr(self, f.name).tolist() for f in fields(Scores)}
 
 
 @torch.no_grad()

@@ -95,6 +95,11 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: Text, *, length: int, coun
     return Windows(cut, starts, total)
 
 
+def told(text: Text, cut: Windows) -> dict:
+    """What a report says of a text and of the windows that were cut from it."""
+    return {"source": text.source, "sha256": text.sha256, "tokens": cut.total, "starts": list(cut.starts)}
+
+
 def _pydoc() -> str:
     from pydoc_data.topics import topics
 
