@@ -62,6 +62,14 @@ def canvas(title: str, columns: int = 1, width: float = 9.0, height: float = 5.0
     return figure, axes[0]
 
 
+def counts(axes, values: list[int]) -> None:
+    """A logarithmic axis along the bottom, with a tick at each of `values`."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(values))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
 def save(figure, path: Path) -> None:
     """Writes a figure to a PNG file, and lets go of it."""
     figure.savefig(path)

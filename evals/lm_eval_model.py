@@ -1,4 +1,4 @@
-"""lm-evaluation-harness through a cache: `python -m evals.lm_eval_model --model kvplug --model_args pretrained=…,cache=…`.
+"""lm-evaluation-harness through a cache: `python -m evals.lm_eval_model --model kvplug --model_args …,cache=int4`.
 
 The harness scores a text with one forward, which reads nothing back. Must never do that: the context is stored first,
 and what is scored after it reads back what the cache kept.
@@ -59,10 +59,11 @@ class CachedLM(HFLM):
             raise InputError("--model_args: cache is missing; accepted is a spec, such as cache=dense or cache=int4")
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
             raise InputError(f"--model_args: step: got {step!r}, accepted is a whole number of 1 or more")
-        for name in SPEC_ARGUMENTS & others.keys():
+        torn = [f"{name}={value}" for name, value in others.items() if name in SPEC_ARGUMENTS]
+        if torn:
             raise InputError(
-                f"--model_args: {name}: '{others[name]}' belongs to the cache; write / for the comma within a spec: "
-                f"cache={cache}/{name}={others[name]}"
+                f"--model_args: {','.join(torn)} belongs to the cache; write / for a comma within a spec: "
+                f"cache={'/'.join([str(cache), *torn])}"
             )
         source = str(models.embedded_model()) if pretrained == models.EMBEDDED else pretrained
         try:
@@ -88,7 +89,7 @@ class CachedLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Log likelihood in nats, and whether greedy decoding would say the same, of each `(key, context, continuation)`.
+        """For each `(key, context, continuation)`, its log likelihood in nats and whether greedy decoding says it too.
 
         One request at a time, whatever the batch size. Requests that differ in their last token alone are fed once, as
         they feed the same: an answer's last token is never fed.

@@ -121,7 +121,7 @@ def run(work: Eval, out: Path | None = None) -> dict | None:
         with closing(journal), console.progress(total, work.title, work.unit, quiet) as bar:
             for share in shares:
                 for piece in share:
-                    bar.set_postfix_str(piece.key)
+                    bar.set_postfix_str(piece.key, refresh=False)
                     torch.manual_seed(work.seed)
                     journal.add(piece.key, work.measure(piece, bar.update))
                 state.wait_for_everyone()

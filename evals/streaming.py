@@ -4,18 +4,21 @@ The yardstick is the one of the StreamingLLM paper: recomputing the last tokens 
 to serve. Must never compare losses at different positions.
 """
 
+import math
+import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
 
-from evals import console, models, report, specs, texts
+from evals import console, figure, held, models, runner, specs, texts
 from evals.errors import InputError
 from evals.models import Loaded, forward
-from evals.report import Rows
+from evals.report import Table
+from evals.runner import Eval, Piece
 
 AFRESH = "recomputed afresh"
 NOTES = [
@@ -79,57 +82,110 @@ def recomputed(loaded: Loaded, ids: torch.Tensor, budget: int, judged: list[int]
     return torch.stack(losses)
 
 
-def measure(
-    loaded: Loaded,
-    ids: torch.Tensor,
-    caches: list[str],
-    stream: Stream,
-    budget: int,
-    tick: Callable[[int], object] = lambda tokens: None,
-) -> list[dict]:
-    """Loss of each cache and of recomputing, at the same positions of `ids` `[windows, length]`."""
-    judged = stream.judged(budget)
-    if not judged:
-        raise InputError(f"--tokens: got {stream.tokens}, accepted is more than two budgets ({2 * budget})")
-    results = []
-    for spec in [AFRESH, *caches]:
-        parts = []
-        for window in ids.to(loaded.model.device).split(1):
-            if spec == AFRESH:
-                parts.append(recomputed(loaded, window, budget, judged, tick))
-                continue
-            with specs.routed(spec, loaded.model):
-                cache = specs.build(spec, loaded.model, capacity=stream.length)
-                parts.append(streamed(loaded, window, cache, stream, judged, tick))
-        loss = torch.stack(parts).double().mean(dim=1)
-        results.append(
-            {
-                "spec": spec,
-                "loss": loss.mean().item(),
-                "perplexity": loss.mean().exp().item(),
-                "perplexity_by_window": loss.exp().tolist(),
-                "predictions": len(judged) * len(parts),
-            }
-        )
-    for entry in results:
-        entry["loss_above_afresh"] = entry["loss"] - results[0]["loss"]
-    return results
+@dataclass
+class Streaming(Eval):
+    """Reads `ids` `[windows, length]` through each cache and afresh; a piece is one window in one of these ways."""
 
+    ids: torch.Tensor = None
+    stream: Stream = field(default_factory=Stream)
+    budget: int = 256
 
-def table(results: list[dict]) -> Rows:
-    """The results as rows of text."""
-    heads = ["cache", "perplexity", "by window", "nats above afresh", "predictions"]
-    cells = [
-        [
-            entry["spec"],
-            f"{entry['perplexity']:.2f}",
-            ", ".join(f"{x:.2f}" for x in entry["perplexity_by_window"]),
-            f"{entry['loss_above_afresh']:+.3f}",
-            str(entry["predictions"]),
+    name: ClassVar[str] = "streaming"
+    title: ClassVar[str] = "A stream through a small cache"
+
+    def __post_init__(self) -> None:
+        if not self.judged:
+            limit = f"more than two budgets ({2 * self.budget})"
+            raise InputError(f"--tokens: got {self.stream.tokens}, accepted is {limit}")
+
+    @property
+    def judged(self) -> list[int]:
+        return self.stream.judged(self.budget)
+
+    @property
+    def order(self) -> list[str]:
+        """Recomputing first: a full cache of a stream without end is what no one has."""
+        return list(dict.fromkeys([AFRESH, *self.caches]))
+
+    def protocol(self) -> dict:
+        return {**asdict(self.stream), "budget": self.budget, "windows": len(self.ids)}
+
+    def pieces(self) -> list[Piece]:
+        sizes = {AFRESH: len(self.judged)}
+        return [
+            Piece(f"window {i}, {spec}", sizes.get(spec, self.stream.length - 1), (spec, i))
+            for i in range(len(self.ids))
+            for spec in self.order
         ]
-        for entry in results
-    ]
-    return Rows("A stream through a small cache", heads, cells)
+
+    def measure(self, piece: Piece, tick: Callable[[int], Any]) -> dict:
+        """Losses at the judged positions of one window."""
+        spec, index = piece.of
+        window = self.ids[index : index + 1].to(self.loaded.model.device)
+        if spec == AFRESH:
+            return {"nll": recomputed(self.loaded, window, self.budget, self.judged, tick).tolist(), "memory": None}
+        with specs.routed(spec, self.loaded.model):
+            cache = specs.build(spec, self.loaded.model, capacity=self.stream.length)
+            losses = streamed(self.loaded, window, cache, self.stream, self.judged, tick)
+            memory = held.counted(cache, self.loaded.model, self.stream.length - 1)
+        return {"nll": losses.tolist(), "memory": memory}
+
+    def results(self, records: dict[str, dict]) -> list[dict]:
+        found = runner.by_spec(self, records, self.pieces())
+        entries = []
+        for spec in self.order:
+            by_window = [statistics.fmean(record["nll"]) for record in found[spec]]
+            loss = statistics.fmean(by_window)
+            entries.append(
+                {
+                    "spec": spec,
+                    "loss": loss,
+                    "loss_above_afresh": loss - entries[0]["loss"] if entries else 0.0,
+                    "perplexity": math.exp(loss),
+                    "perplexity_by_window": [math.exp(one) for one in by_window],
+                    "predictions": len(self.judged) * len(by_window),
+                    "positions": self.judged,
+                    "nll": [record["nll"] for record in found[spec]],
+                    "memory": found[spec][-1]["memory"],
+                }
+            )
+        return entries
+
+    def tables(self, result: dict) -> list[Table]:
+        heads = ["cache", "perplexity", "by window", "nats above afresh", "predictions", "bytes held"]
+        cells = [
+            [
+                entry["spec"],
+                f"{entry['perplexity']:.2f}",
+                ", ".join(f"{x:.2f}" for x in entry["perplexity_by_window"]),
+                f"{entry['loss_above_afresh']:+.3f}",
+                str(entry["predictions"]),
+                f"{entry['memory']['held_bytes']:,}" if entry["memory"] else "",
+            ]
+            for entry in result["results"]
+        ]
+        return [Table(self.title, heads, cells)]
+
+    def notes(self, result: dict) -> list[str]:
+        return NOTES
+
+    def draw(self, result: dict, path: Path) -> None:
+        draw(result, path)
+
+
+def draw(result: dict, path: Path) -> None:
+    """Draws the running mean of the loss against the position, over all windows, to a PNG file at `path`."""
+    model = Path(result["model"]["name"]).name
+    drawn, (axes,) = figure.canvas(f"{model}: a stream read through a small cache")
+    for index, entry in enumerate(result["results"]):
+        losses = torch.tensor(entry["nll"], dtype=torch.double).mean(dim=0)
+        running = losses.cumsum(0) / torch.arange(1, len(losses) + 1)
+        label = entry["spec"] if entry["spec"] == AFRESH else figure.label_of(entry["spec"])
+        axes.plot(entry["positions"], running, label=label, **{**figure.line_style(index), "markersize": 4})
+    axes.set_xlabel("position in the stream, tokens", fontsize=11)
+    axes.set_ylabel("mean loss so far, nats per token (↓ better)", fontsize=11)
+    axes.legend(frameon=False, fontsize=10, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.save(drawn, path)
 
 
 def main(
@@ -141,36 +197,19 @@ def main(
     start: Annotated[int, typer.Option("--start", help="Tokens fed in chunks before the measurement.")] = Stream.start,
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens fed one at a time.")] = Stream.tokens,
     every: Annotated[int, typer.Option("--every", help="Judge every so many predictions.")] = Stream.every,
-    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows, spread over the text.")] = 1,
+    windows: console.WindowsOption = 1,
     device: console.DeviceOption = "cpu",
     dtype: console.DtypeOption = "auto",
     seed: console.SeedOption = 0,
-    out: Annotated[Path, typer.Option("--out", help="Folder for report.md and report.json.")] = Path(
-        "results/streaming"
-    ),
+    out: console.OutOption = None,
 ) -> None:
     """Loss of a long text read one token at a time through evicting caches, against recomputing the last tokens."""
     stream = Stream(start=start, tokens=tokens, every=every, chunk=budget)
     text = texts.read(dataset, column=column)
-    torch.manual_seed(seed)
     loaded = models.load(model, device=device, dtype=dtype)
     cache = specs.check(cache, loaded.model)
     cut = texts.windows(loaded.tokenizer, text, length=stream.length, count=windows)
-    total = windows * (len(stream.judged(budget)) + len(cache) * (stream.length - 1))
-    with console.progress(total, "Streaming", "token") as bar:
-        results = measure(loaded, cut.ids, cache, stream, budget, bar.update)
-    result = report.result(
-        "streaming",
-        loaded,
-        seed=seed,
-        protocol={**asdict(stream), "budget": budget, "windows": windows},
-        text={"source": text.source, "sha256": text.sha256, "tokens": cut.total, "starts": list(cut.starts)},
-        results=results,
-    )
-    rows = table(results)
-    report.write(result, rows, out, notes=NOTES)
-    console.show(report.rich_table(rows))
-    print(f"Written to {out}: report.md, report.json")
+    runner.run(Streaming(loaded, cache, seed, texts.told(text, cut), ids=cut.ids, stream=stream, budget=budget), out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decode time per token against DynamicCache: `python -m evals.throughput`.
+"""Speed: `python -m evals.throughput`, prefill and decoding apart, as ratios to DynamicCache in the same run.
 
 All caches are taken in turn, round after round, since a machine drifts by more than the differences between them. Must
 never print a ratio for a cache whose output is wrong.
@@ -7,18 +7,18 @@ never print a ratio for a cache whose output is wrong.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
-from evals import console, models, report, specs, texts
+from evals import console, figure, held, models, report, runner, specs, texts
 from evals.errors import InputError
-from evals.held import held_bytes
 from evals.models import Loaded, forward
+from evals.runner import Eval, Piece
 
 DEFAULT_CACHES = ["dense", "int8", "int4", "transformers:static", "transformers:fp8", "transformers:hqq4"]
 # A prompt this long gives the real keys and values that are repeated to fill a cache of any length.
@@ -26,6 +26,17 @@ TILE = 256
 # What full precision may differ by in KL: sums are rounded in another order, which shows more in 16 bits.
 EXACT_KL = {torch.float32: 1e-4}
 EXACT_KL_16_BITS = 1e-2
+DECODE_NOTES = [
+    "**decode** is the time of one decoded token as a ratio to DynamicCache's in the same run: all caches are taken in "
+    "turn, round after round; the median of the rounds, with the smallest and the largest. Below 1 is faster. Caches "
+    "are filled by hand with real keys and values to the length that is named.",
+    "A cache whose first decoded token is wrong (not finite, or different although nothing was compressed or dropped) "
+    "gets no ratio.",
+]
+PREFILL_NOTE = (
+    "**first token** is the time from a prompt to its first token, through a fresh cache, told in the same way. No "
+    "cache changes a prompt's own attention, so one whose first prediction differs gets no ratio."
+)
 
 
 @dataclass(frozen=True)
@@ -48,52 +59,181 @@ class Timing:
 
 
 @dataclass
-class Runner:
-    """One filled cache on its way through the rounds; `seconds` has one entry per round, per token."""
+class Entrant:
+    """One cache on its way through the rounds; `seconds` has one entry per round: of a token, or of a whole prompt."""
 
     spec: str
-    cache: Cache
+    cache: Cache | None = None
     kl: float = 0.0
     fault: str | None = None
-    bytes: int = 0
+    memory: dict = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
 
-def measure(
-    loaded: Loaded, caches: list[str], *, tokens: int, timing: Timing, tick: Callable[[int], object] = lambda n: None
-) -> dict[str, dict]:
-    """Decode time of each spec in `caches`, and of the reference, with `tokens` tokens in the cache.
+@dataclass
+class Throughput(Eval):
+    """Times all caches in turn; a piece is one length and batch, prefilled or decoded.
 
-    The caches are filled by hand with real keys and values, repeated to length, so that any length can be timed on any
-    model: past the model's own positions the text means nothing, the work is the same. `tick` is told of each turn.
+    Attributes:
+        prompts: tokens of the prompts whose first token is timed; none skips it.
+        tokens: tokens in the cache while decoding is timed.
+        batches: rows.
+    """
+
+    prompts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    batches: list[int] = field(default_factory=lambda: [1])
+    timing: Timing = field(default_factory=Timing)
+
+    name: ClassVar[str] = "throughput"
+    title: ClassVar[str] = "Time to first token and per output token"
+
+    def __post_init__(self) -> None:
+        for name, values, least in (
+            ("prompt", self.prompts, 0),
+            ("tokens", self.tokens, 1),
+            ("batch", self.batches, 1),
+        ):
+            for value in values:
+                if value < least:
+                    raise InputError(f"--{name}: got {value}, accepted is {least} or more")
+        longest = max(self.prompts, default=0)
+        if self.loaded.max_positions is not None and longest > self.loaded.max_positions:
+            limit = f"{self.loaded.max_positions:,} positions"
+            raise InputError(f"--prompt: got {longest:,}, accepted is up to the model's {limit}")
+
+    def protocol(self) -> dict:
+        return {"prompt": self.prompts, "tokens": self.tokens, "batch": self.batches, **asdict(self.timing)}
+
+    def pieces(self) -> list[Piece]:
+        caches, timing = len(self.order), self.timing
+        return [
+            Piece(f"prompt {n:,} x {batch}", caches * n * batch * (1 + timing.rounds), ("prefill", n, batch), True)
+            for n in self.prompts
+            for batch in self.batches
+        ] + [
+            Piece(f"decoding at {n:,} x {batch}", caches * timing.tokens * batch, ("decode", n, batch), True)
+            for n in self.tokens
+            for batch in self.batches
+        ]
+
+    def measure(self, piece: Piece, tick: Callable[[int], Any]) -> dict:
+        kind, tokens, batch = piece.of
+        measured = {"prefill": prefilling, "decode": decoding}[kind]
+        return measured(self.loaded, self.order, tokens=tokens, batch=batch, timing=self.timing, tick=tick)
+
+    def results(self, records: dict[str, dict]) -> list[dict]:
+        pieces = self.pieces()
+        found = {
+            kind: {spec: [records[p.key][spec] for p in pieces if p.of[0] == kind] for spec in self.order}
+            for kind in ("prefill", "decode")
+        }
+        return [
+            {
+                "spec": spec,
+                "prefill": [told["timing"] for told in found["prefill"][spec]],
+                "decode": [told["timing"] for told in found["decode"][spec]],
+                "memory": [*found["prefill"][spec], *found["decode"][spec]][-1]["memory"],
+            }
+            for spec in self.order
+        ]
+
+    def tables(self, result: dict) -> list[report.Table]:
+        tables = []
+        if self.prompts:
+            tables.append(timing_table(result, "prefill", "Time to first token"))
+        if self.tokens:
+            tables.append(timing_table(result, "decode", "Time per output token"))
+            tables.append(rate_table(result))
+        return tables
+
+    def notes(self, result: dict) -> list[str]:
+        return ([PREFILL_NOTE] if self.prompts else []) + DECODE_NOTES
+
+    def draw(self, result: dict, path: Path) -> None:
+        draw(result, path)
+
+
+def prefilling(
+    loaded: Loaded, order: list[str], *, tokens: int, batch: int, timing: Timing, tick: Callable = lambda n: None
+) -> dict[str, dict]:
+    """Time to the first token of a prompt of `tokens` tokens in each of `batch` rows, through a fresh cache each time.
 
     Returns:
-        by spec: `ms_per_token` (median over rounds), `ratio` to the reference and its `ratio_low` and `ratio_high`
-        (smallest and largest round), `kl` of its first token against the reference's, `held_bytes`, `tokens`; `fault`
-        says why there is no ratio.
+        by spec: `timing` as `summary` gives it, and `memory`, what the cache holds then.
     """
-    if tokens < 1:
-        raise InputError(f"--tokens: got {tokens}, accepted is 1 or more")
     model = loaded.model
-    order = list(dict.fromkeys([specs.REFERENCE, *caches]))
+    source = texts.read()
+    ids = texts.windows(loaded.tokenizer, source, length=tokens, count=batch).ids.to(model.device)
+    entrants, wanted = [Entrant(spec) for spec in order], None
+    for turn in range(1 + timing.rounds):
+        for entrant in in_turn(entrants, turn):
+            with specs.routed(entrant.spec, model):
+                cache = specs.build(entrant.spec, model, capacity=tokens)
+                seconds, logits = first_token(model, ids, cache)
+            tick(tokens * batch)
+            if turn:
+                entrant.seconds.append(seconds)
+                continue
+            # The first round is not clocked: it warms up, and its output is checked.
+            entrant.memory = held.counted(cache, model, tokens * batch)
+            log_probs = logits.float().log_softmax(dim=-1)
+            wanted = log_probs if wanted is None else wanted
+            judge(entrant, log_probs, wanted, exact_kl(model))
+            del cache
+    return told(entrants, tokens, batch, 1)
+
+
+def decoding(
+    loaded: Loaded, order: list[str], *, tokens: int, batch: int, timing: Timing, tick: Callable = lambda n: None
+) -> dict[str, dict]:
+    """Time of a decoded token with `tokens` tokens in each of `batch` rows of the cache.
+
+    The caches are filled by hand with real keys and values, repeated to length, so that any length can be timed on any
+    model: past the model's own positions the text means nothing, the work is the same.
+
+    Returns:
+        by spec: `timing` as `summary` gives it, and `memory`, what the cache holds after its first token.
+    """
+    model = loaded.model
     tile, token = real_states(loaded)
-    runners = [Runner(spec, filled(spec, model, tile, tokens, tokens + timing.tokens)) for spec in order]
-    check(model, runners, token)
-    tick(len(runners))
-    for runner in runners:
-        decode(model, runner, token, timing.warmup)
-        tick(1)
+    tile = [tuple(state.repeat(batch, 1, 1, 1) for state in pair) for pair in tile]
+    token = token.repeat(batch, 1)
+    entrants = [Entrant(spec, filled(spec, model, tile, tokens, tokens + timing.tokens)) for spec in order]
+    check(model, entrants, token)
+    tick(len(entrants) * batch)
+    for entrant in entrants:
+        decode(model, entrant, token, timing.warmup)
+        tick(timing.warmup * batch)
     for turn in range(timing.rounds):
-        # Each round starts with another cache: what follows a large one finds the processor's caches cold.
-        for runner in runners[turn % len(runners) :] + runners[: turn % len(runners)]:
-            runner.seconds.append(decode(model, runner, token, timing.steps))
-            tick(1)
-    return {runner.spec: summary(runner, runners[0], tokens) for runner in runners}
+        for entrant in in_turn(entrants, turn):
+            entrant.seconds.append(decode(model, entrant, token, timing.steps))
+            tick(timing.steps * batch)
+    return told(entrants, tokens, batch, batch)
 
 
-def turns(caches: list[str], timing: Timing) -> int:
-    """How often `measure` calls `tick` in all, counted in turns of one cache."""
-    return len(dict.fromkeys([specs.REFERENCE, *caches])) * (2 + timing.rounds)
+def in_turn(entrants: list[Entrant], turn: int) -> list[Entrant]:
+    """Each round starts with another cache: what follows a large one finds the processor's caches cold."""
+    first = turn % len(entrants)
+    return entrants[first:] + entrants[:first]
+
+
+def told(entrants: list[Entrant], tokens: int, batch: int, rate: int) -> dict[str, dict]:
+    """What is recorded of each entrant, the first being the reference; `rate` tokens come out in its time."""
+    return {
+        entrant.spec: {"timing": summary(entrant, entrants[0], tokens, batch, rate), "memory": entrant.memory}
+        for entrant in entrants
+    }
+
+
+@torch.no_grad()
+def first_token(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> tuple[float, torch.Tensor]:
+    """Seconds from the prompt `ids` `[batch, tokens]` to its first token, and that token's logits `[batch, vocab]`."""
+    synchronize(ids.device)
+    start = time.perf_counter()
+    logits = forward(model, ids, cache, logits_to_keep=1).logits[:, -1]
+    logits.argmax(dim=-1).tolist()  # a server has to look at the token before it can send it
+    return time.perf_counter() - start, logits
 
 
 @torch.no_grad()
@@ -122,41 +262,57 @@ def filled(spec: str, model: PreTrainedModel, tile: list, tokens: int, capacity:
 
 
 @torch.no_grad()
-def check(model: PreTrainedModel, runners: list[Runner], token: torch.Tensor) -> None:
-    """Decodes one token with each cache and compares it with the first one's; a wrong output becomes its `fault`.
+def check(model: PreTrainedModel, entrants: list[Entrant], token: torch.Tensor) -> None:
+    """Decodes one token `[batch, 1]` with each cache and compares it with the first one's.
 
-    Output must be finite; and where a cache holds as many bytes as the reference does, nothing was compressed or
-    dropped, so that its output must be the reference's.
+    Where a cache holds as many bytes as the reference does, nothing was compressed or dropped, so that its output must
+    be the reference's.
     """
-    wanted, limit = None, EXACT_KL.get(model.dtype, EXACT_KL_16_BITS)
-    for runner in runners:
-        with specs.routed(runner.spec, model):
-            logits = forward(model, token, runner.cache).logits[0, -1].float()
-        runner.bytes = held_bytes(runner.cache, outside=model)
+    wanted = None
+    for entrant in entrants:
+        with specs.routed(entrant.spec, model):
+            logits = forward(model, token, entrant.cache).logits[:, -1].float()
+        entrant.memory = held.counted(entrant.cache, model, entrant.cache.get_seq_length() * len(token))
         log_probs = logits.log_softmax(dim=-1)
         wanted = log_probs if wanted is None else wanted
-        kl = torch.nn.functional.kl_div(log_probs, wanted, reduction="sum", log_target=True).item()
-        runner.kl = max(kl, 0.0)
-        if not torch.isfinite(logits).all():
-            runner.fault = "its output is not finite"
-        elif runner.bytes - spare(runner.cache) >= runners[0].bytes and kl > limit:
-            runner.fault = f"it holds everything, yet its output differs (KL {kl:.3g} > {limit:g})"
+        contents = entrant.memory["held_bytes"] - spare(entrant.memory)
+        complete = contents >= entrants[0].memory["held_bytes"]
+        judge(entrant, log_probs, wanted, exact_kl(model) if complete else None)
 
 
-def spare(cache: Cache) -> int:
+def judge(entrant: Entrant, log_probs: torch.Tensor, wanted: torch.Tensor, limit: float | None) -> None:
+    """Notes the KL of predictions `[batch, vocab]` from those that are wanted; a wrong output becomes the `fault`.
+
+    Args:
+        limit: the most that the output may differ by, where it must be the reference's; it must be finite in any case.
+    """
+    kl = torch.nn.functional.kl_div(log_probs, wanted, reduction="none", log_target=True).sum(-1).max().item()
+    entrant.kl = max(kl, 0.0)
+    if not torch.isfinite(log_probs).all():
+        entrant.fault = "its output is not finite"
+    elif limit is not None and kl > limit:
+        entrant.fault = f"nothing is lost in it, yet its output differs (KL {kl:.3g} > {limit:g})"
+
+
+def exact_kl(model: PreTrainedModel) -> float:
+    """The most that rounding alone may move a prediction by, in nats."""
+    return EXACT_KL.get(model.dtype, EXACT_KL_16_BITS)
+
+
+def spare(memory: dict) -> int:
     """Bytes that a kvplug cache reserves and that hold nothing: a short one has more of them than contents."""
-    return cache.memory().spare if hasattr(cache, "memory") else 0
+    return memory["report"]["spare"] if memory["report"] else 0
 
 
 @torch.no_grad()
-def decode(model: PreTrainedModel, runner: Runner, token: torch.Tensor, steps: int) -> float:
+def decode(model: PreTrainedModel, entrant: Entrant, token: torch.Tensor, steps: int) -> float:
     """Seconds for one token, the median over `steps` forwards: one that another program held up doesn't count."""
     seconds = []
-    with specs.routed(runner.spec, model):
+    with specs.routed(entrant.spec, model):
         synchronize(token.device)
         for _ in range(steps):
             start = time.perf_counter()
-            forward(model, token, runner.cache)
+            forward(model, token, entrant.cache)
             # Generation waits for each token too, before it can feed it back.
             synchronize(token.device)
             seconds.append(time.perf_counter() - start)
@@ -169,58 +325,127 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def summary(runner: Runner, reference: Runner, tokens: int) -> dict:
-    """What `measure` returns for one cache."""
-    ratios = [own / other for own, other in zip(runner.seconds, reference.seconds, strict=True)]
-    good = runner.fault is None
+def summary(entrant: Entrant, reference: Entrant, tokens: int, batch: int, rate: int) -> dict:
+    """One timing: milliseconds (median over rounds), tokens a second, the ratio to the reference with its spread."""
+    ratios = [own / other for own, other in zip(entrant.seconds, reference.seconds, strict=True)]
+    seconds = statistics.median(entrant.seconds)
+    good = entrant.fault is None
     return {
         "tokens": tokens,
-        "ms_per_token": 1000 * statistics.median(runner.seconds),
+        "batch": batch,
+        "ms": 1000 * seconds,
+        "tokens_per_second": rate / seconds,
         "ratio": statistics.median(ratios) if good else None,
         "ratio_low": min(ratios) if good else None,
         "ratio_high": max(ratios) if good else None,
-        "kl": runner.kl,
-        "held_bytes": runner.bytes,
-        "fault": runner.fault,
+        "kl": entrant.kl,
+        "held_bytes": entrant.memory["held_bytes"],
+        "fault": entrant.fault,
     }
+
+
+def where(timing: dict) -> str:
+    """The length, and the batch where it isn't one."""
+    return f"{timing['tokens']:,}" + (f" × {timing['batch']}" if timing["batch"] > 1 else "")
+
+
+def timing_table(result: dict, kind: str, title: str) -> report.Table:
+    """Milliseconds and ratio of each cache, a pair of columns for each length and batch."""
+    heads = ["cache"]
+    for timing in result["results"][0][kind]:
+        heads += [f"ms at {where(timing)}", f"ratio at {where(timing)}"]
+    cells = []
+    for entry in result["results"]:
+        row = [entry["spec"]]
+        for timing in entry[kind]:
+            row += [f"{timing['ms']:,.1f}", ratio_cell(timing)]
+        cells.append(row)
+    return report.Table(title, heads, cells)
+
+
+def rate_table(result: dict) -> report.Table:
+    """Decoded tokens a second over all rows, for each length and batch."""
+    heads = ["cache", *(f"at {where(timing)}" for timing in result["results"][0]["decode"])]
+    cells = [
+        [entry["spec"], *(f"{timing['tokens_per_second']:,.1f}" for timing in entry["decode"])]
+        for entry in result["results"]
+    ]
+    return report.Table("Tokens a second, all rows together", heads, cells)
+
+
+def ratio_cell(timing: dict | None) -> str:
+    """A ratio with its spread, or the reason why there is none."""
+    if not timing:
+        return ""
+    if timing["fault"]:
+        return f"none: {timing['fault']}"
+    return f"{timing['ratio']:.2f} ({timing['ratio_low']:.2f}–{timing['ratio_high']:.2f})"
+
+
+def draw(result: dict, path: Path) -> None:
+    """Draws ratios for prompts and decoding, and tokens a second by batch where there are several, to a PNG file."""
+    prompts, batches = result["protocol"]["prompt"], result["protocol"]["batch"]
+    panels = [("prefill", "prompt, tokens", "time to first token")] if prompts else []
+    panels += [("decode", "tokens in the cache", "time per output token")] if result["protocol"]["tokens"] else []
+    several = len(batches) > 1 and bool(result["protocol"]["tokens"])
+    model = Path(result["model"]["name"]).name
+    columns = len(panels) + several
+    drawn, axes = figure.canvas(f"{model}: speed against DynamicCache", columns=columns, width=2.5 + 4.5 * columns)
+    for index, entry in enumerate(result["results"]):
+        style = dict(label=figure.label_of(entry["spec"]), capsize=3, **figure.line_style(index))
+        for (kind, _, _), panel in zip(panels, axes, strict=False):
+            shown = [x for x in entry[kind] if x["batch"] == batches[0] and x["ratio"] is not None]
+            ratios = [x["ratio"] for x in shown]
+            spread = [
+                [x["ratio"] - x["ratio_low"] for x in shown],
+                [x["ratio_high"] - x["ratio"] for x in shown],
+            ]
+            panel.errorbar([x["tokens"] for x in shown], ratios, yerr=spread, **style)
+        if several:
+            longest = max(result["protocol"]["tokens"])
+            shown = [x for x in entry["decode"] if x["tokens"] == longest and x["fault"] is None]
+            axes[-1].plot([x["batch"] for x in shown], [x["tokens_per_second"] for x in shown],
+                          label=figure.label_of(entry["spec"]), **figure.line_style(index))  # fmt: skip
+    for (kind, below, left), panel in zip(panels, axes, strict=False):
+        figure.counts(panel, prompts if kind == "prefill" else result["protocol"]["tokens"])
+        panel.axhline(1, color="#999999", linewidth=1, zorder=1)
+        panel.set_xlabel(below, fontsize=11)
+        panel.set_ylabel(f"{left}, ratio (↓ faster)", fontsize=11)
+        panel.set_ylim(bottom=0)
+    if several:
+        figure.counts(axes[-1], batches)
+        axes[-1].set_xlabel(f"rows, with {max(result['protocol']['tokens']):,} tokens each", fontsize=11)
+        axes[-1].set_ylabel("tokens a second (↑ better)", fontsize=11)
+        axes[-1].set_ylim(bottom=0)
+    axes[-1].legend(frameon=False, fontsize=10, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.save(drawn, path)
 
 
 def main(
     cache: console.CacheOption = DEFAULT_CACHES,
     model: console.ModelOption = models.EMBEDDED,
+    prompt: Annotated[
+        list[int], typer.Option("--prompt", help="Tokens of a prompt whose first token is timed; repeatable, 0 skips.")
+    ] = [512],  # noqa: B006 -- typer shows it as the default and never changes it
     tokens: Annotated[
         list[int], typer.Option("--tokens", help="Tokens in the cache when the clock starts; repeatable.")
-    ] = [4096, 16384],  # noqa: B006 -- typer shows it as the default and never changes it
+    ] = [4096, 16384],  # noqa: B006
+    batch: Annotated[list[int], typer.Option("--batch", help="Rows; repeatable.")] = [1],  # noqa: B006
     rounds: Annotated[int, typer.Option("--rounds", help="Turns that each cache gets.")] = Timing.rounds,
     steps: Annotated[int, typer.Option("--steps", help="Tokens decoded per turn.")] = Timing.steps,
     device: console.DeviceOption = "cpu",
     dtype: console.DtypeOption = "auto",
     seed: console.SeedOption = 0,
-    out: Annotated[Path, typer.Option("--out", help="Folder for report.md and report.json.")] = Path(
-        "results/throughput"
-    ),
+    out: console.OutOption = None,
 ) -> None:
-    """Times decoding with each cache against DynamicCache, in turn, at each length."""
+    """Times prompts and decoding with each cache against DynamicCache, in turn, at each length and batch."""
     timing = Timing(rounds=rounds, steps=steps)
-    torch.manual_seed(seed)
     loaded = models.load(model, device=device, dtype=dtype)
     cache = specs.check(cache, loaded.model)
-    lengths = list(dict.fromkeys(tokens))
-    found: dict[int, dict[str, dict]] = {}
-    with console.progress(len(lengths) * turns(cache, timing), "Decoding", "turn") as bar:
-        for length in lengths:
-            found[length] = measure(loaded, cache, tokens=length, timing=timing, tick=bar.update)
-    result = report.result(
-        "throughput",
-        loaded,
-        seed=seed,
-        protocol={"tokens": lengths, "rounds": rounds, "steps": steps, "batch": 1},
-        results=[{"spec": spec, "decode": [found[length][spec] for length in lengths]} for spec in found[lengths[0]]],
-    )
-    rows = report.decode_table(result)
-    report.write(result, rows, out, notes=report.DECODE_NOTES)
-    console.show(report.rich_table(rows))
-    print(f"Written to {out}/report.md and report.json")
+    prompts, lengths, batches = (list(dict.fromkeys(values)) for values in (prompt, tokens, batch))
+    prompts = [n for n in prompts if n]
+    work = Throughput(loaded, cache, seed, prompts=prompts, tokens=lengths, batches=batches, timing=timing)
+    runner.run(work, out)
 
 
 if __name__ == "__main__":
