@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from evals import console, throughput, tradeoff
+from evals import console, perplexity, streaming, throughput, tradeoff
 
 ROOT = Path(__file__).parents[2]
+EVALS = [perplexity.main, streaming.main, throughput.main, tradeoff.main]
 
 
 def run(command, *arguments):
@@ -44,12 +45,17 @@ def report(tiny_folder, tmp_path_factory):
 
 def test_a_run_prints_the_table_and_leaves_the_report(report):
     done, out = report
-    assert sorted(path.name for path in out.iterdir()) == ["report.json", "report.md", "tradeoff.png"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "report.html",
+        "report.json",
+        "report.md",
+        "tradeoff.png",
+    ]
     for spec in ["transformers:dynamic", *CACHES]:
         assert spec in done.stdout
         assert f"| `{spec}` |" in (out / "report.md").read_text()
     assert "warning" not in done.stdout
-    assert "Reading back: 100%" in done.stderr
+    assert "Quality against memory: 100%" in done.stderr
     with Image.open(out / "tradeoff.png") as picture:
         assert picture.width > picture.height > 600
 
@@ -59,22 +65,26 @@ def test_the_report_tells_what_was_run_and_on_what(report):
     told = json.loads((out / "report.json").read_text())
     assert set(told) >= {"schema", "eval", "command", "model", "protocol", "text", "seed", "machine", "date"}
     assert set(told["versions"]) == {"python", "torch", "transformers", "kvplug"}
-    assert told["protocol"] == {"prefill": 60, "step": 16, "length": 120, "windows": 2, "decode_tokens": 100}
+    protocol = {"prefill": 60, "step": 16, "length": 120, "windows": 2, "bins": 8, "decode_tokens": 100}
+    assert told["protocol"] == protocol
     assert [entry["spec"] for entry in told["results"]] == ["transformers:dynamic", *CACHES]
     for entry in told["results"]:
-        assert set(entry) == {"spec", "quality", "memory", "decode"}
+        assert set(entry) == {"spec", "quality", "by_position", "memory", "decode"}
         assert entry["decode"]["fault"] is None
 
 
-def test_decode_times_can_be_had_alone(tiny_folder, tmp_path):
-    options = ["--model", tiny_folder, "--tokens", 50, "--tokens", 100, "--rounds", 2, "--steps", 1]
+def test_times_are_told_by_length_and_batch(tiny_folder, tmp_path):
+    options = ["--model", tiny_folder, "--prompt", 40, "--tokens", 50, "--tokens", 100, "--batch", 1, "--batch", 3]
+    options += ["--rounds", 2, "--steps", 1]
     assert run(throughput.main, *options, "--cache", "dense", "--out", tmp_path) == 0
-    assert "ratio at 100" in (tmp_path / "report.md").read_text()
+    written = (tmp_path / "report.md").read_text()
+    assert "ratio at 100 × 3" in written and "Time to first token" in written
     results = json.loads((tmp_path / "report.json").read_text())["results"]
-    assert [timing["tokens"] for timing in results[1]["decode"]] == [50, 100]
+    assert [(x["tokens"], x["batch"]) for x in results[1]["decode"]] == [(50, 1), (50, 3), (100, 1), (100, 3)]
+    assert [(x["tokens"], x["batch"]) for x in results[1]["prefill"]] == [(40, 1), (40, 3)]
 
 
-@pytest.mark.parametrize("command", [tradeoff.main, throughput.main], ids=["tradeoff", "throughput"])
+@pytest.mark.parametrize("command", EVALS, ids=lambda command: command.__module__)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -104,7 +114,8 @@ def test_a_text_that_does_not_fit_is_one_line_and_exit_code_two(tiny_folder, tmp
     (tmp_path / "short.txt").write_text("eleven here")
     options = [option.format(tmp=tmp_path) for option in options]
     fixed = ["--model", tiny_folder, "--prefill", 60, "--length", 120, "--out", tmp_path / "out"]
-    ends_in_one_line(capfd, tradeoff.main, named.format(tmp=tmp_path), *fixed, *options)
+    for command in (perplexity.main, tradeoff.main):
+        ends_in_one_line(capfd, command, named.format(tmp=tmp_path), *fixed, *options)
 
 
 def ends_in_one_line(capfd, command, named, *arguments):

@@ -5,7 +5,7 @@ import torch
 
 from evals import streaming
 from evals.errors import InputError
-from evals.streaming import Stream
+from evals.streaming import AFRESH, Stream, Streaming
 
 
 @pytest.fixture
@@ -24,7 +24,10 @@ def losses_of_one_forward(tiny, ids):
 def test_with_room_for_all_a_stream_is_one_forward(tiny, ids, spec, start):
     """Targets are shifted, and positions are those that were asked for: 1e-4 is rounding over other kernels."""
     stream = Stream(start=start, tokens=70 - start, every=7, chunk=11)
-    afresh, streamed = streaming.measure(tiny, ids, [spec], stream, budget=8)
+    work = Streaming(tiny, [spec], ids=ids, stream=stream, budget=8)
+    records = {piece.key: work.measure(piece, lambda tokens: None) for piece in work.pieces()}
+    afresh, streamed = work.results(records)
+    assert (afresh["spec"], streamed["spec"]) == (AFRESH, spec)
     judged = stream.judged(8)
     expected = losses_of_one_forward(tiny, ids)[judged].mean()
     assert streamed["predictions"] == len(judged)
@@ -53,4 +56,4 @@ def test_an_impossible_stream_is_named(name):
 
 def test_a_stream_shorter_than_two_budgets_is_refused(tiny, ids):
     with pytest.raises(InputError, match="--tokens: got 10"):
-        streaming.measure(tiny, ids, [], Stream(tokens=10), budget=8)
+        Streaming(tiny, [], ids=ids, stream=Stream(tokens=10), budget=8)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from evals import specs, teacher, tradeoff
+from evals import perplexity, specs, teacher
 from evals.errors import InputError
-from evals.teacher import Protocol, Scores
+from evals.teacher import Protocol
 
 
 @pytest.fixture
@@ -62,14 +62,16 @@ def test_tokens_that_the_reference_rules_out_add_nothing():
     assert teacher.compare(q, p, torch.tensor([0])).kl.item() == pytest.approx(0.6931, abs=1e-4)
 
 
-def test_the_summary_is_over_all_windows():
-    one = Scores(*(torch.tensor(x, dtype=torch.double) for x in ([1.0, 1.0, 1.0], [0.0, 0.0, 0.3], [1.0, 1.0, 0.0])))
-    other = Scores(*(torch.tensor(x, dtype=torch.double) for x in ([5.0], [0.1], [1.0])))
-    summary = Scores.join([one, other]).summary()
-    assert summary["perplexity"] == pytest.approx(torch.tensor(2.0).exp().item())
+def test_the_summary_is_over_all_windows_or_over_a_part_of_each():
+    one = {"nll": [1.0, 1.0, 1.0], "kl": [0.0, 0.0, 0.3], "agree": [1.0, 1.0, 0.0]}
+    other = {"nll": [5.0, 5.0, 5.0], "kl": [0.1, 0.1, 0.1], "agree": [1.0, 1.0, 1.0]}
+    summary = perplexity.summary([one, other], 0, 3)
+    assert summary["perplexity"] == pytest.approx(torch.tensor(3.0).exp().item())
     assert summary["kl"] == pytest.approx(0.1)
-    assert summary["top1_agreement"] == pytest.approx(0.75)
-    assert summary["predictions"] == 4
+    assert summary["top1_agreement"] == pytest.approx(5 / 6)
+    assert summary["predictions"] == 6
+    part = perplexity.summary([one, other], 2, 3)
+    assert (part["kl"], part["top1_agreement"], part["predictions"]) == (pytest.approx(0.2), 0.5, 2)
 
 
 @pytest.mark.parametrize(
@@ -86,20 +88,25 @@ def test_an_impossible_protocol_is_named(arguments, named):
         Protocol(**arguments)
 
 
+def measured(tiny, caches, ids, protocol, bins=4):
+    """The entries of the eval, by spec."""
+    work = perplexity.Perplexity(tiny, caches, ids=ids, steps=protocol, bins=bins)
+    entries = work.results({piece.key: work.measure(piece, lambda tokens: None) for piece in work.pieces()})
+    assert [entry["spec"] for entry in entries] == [specs.REFERENCE, *caches]
+    return {entry["spec"]: entry for entry in entries}
+
+
 def test_memory_is_counted_against_the_full_cache(tiny):
     ids = torch.randint(0, 256, (2, 120))
     protocol = Protocol(prefill=60, step=10, length=120)
-    caches = ["dense", "int8", "window:window=30", "transformers:static"]
-    results = tradeoff.measure(tiny, caches, ids, protocol, lambda tokens: None)
-    found = {entry["spec"]: entry for entry in results}
-    assert list(found) == [specs.REFERENCE, *caches]
+    found = measured(tiny, ["dense", "int8", "window:window=30", "transformers:static"], ids, protocol)
     assert found[specs.REFERENCE]["memory"]["bits_held"] == 32
     assert found[specs.REFERENCE]["memory"]["held_bytes"] == 119 * 2 * 2 * 2 * 16 * 4
     assert found["dense"]["quality"]["kl"] < 1e-6
     assert 0 < found["int8"]["quality"]["kl"] < found["window:window=30"]["quality"]["kl"]
     assert found["window:window=30"]["memory"]["drops_tokens"]
     assert not found["int8"]["memory"]["drops_tokens"]
-    for entry in results:
+    for entry in found.values():
         assert entry["quality"]["predictions"] == 2 * 59
         assert entry["memory"]["report_agrees"] in (True, None)
 
@@ -108,6 +115,18 @@ def test_the_order_of_caches_changes_nothing(tiny):
     ids = torch.randint(0, 256, (1, 120))
     protocol = Protocol(prefill=60, step=10, length=120)
     caches = ["window:window=30", "int4", "transformers:fp8"]
-    one = tradeoff.measure(tiny, caches, ids, protocol, lambda tokens: None)
-    other = tradeoff.measure(tiny, caches[::-1], ids, protocol, lambda tokens: None)
-    assert {e["spec"]: e["quality"] for e in one} == {e["spec"]: e["quality"] for e in other}
+    one = measured(tiny, caches, ids, protocol)
+    other = measured(tiny, caches[::-1], ids, protocol)
+    assert {spec: e["quality"] for spec, e in one.items()} == {spec: e["quality"] for spec, e in other.items()}
+
+
+def test_positions_are_cut_into_parts_that_make_up_the_whole(tiny):
+    """With true decoding a window changes nothing before it is full, which shows in the first part alone."""
+    ids = torch.randint(0, 256, (1, 100))
+    protocol = Protocol(prefill=20, step=1, length=100)
+    entry = measured(tiny, ["window:window=60"], ids, protocol, bins=2)["window:window=60"]
+    first, second = entry["by_position"]
+    assert (first["first"], first["last"], second["first"], second["last"]) == (20, 59, 60, 98)
+    assert first["kl"] < 1e-6 < 1e-3 < second["kl"]
+    total = sum(part["kl"] * part["predictions"] for part in entry["by_position"])
+    assert total == pytest.approx(entry["quality"]["kl"] * entry["quality"]["predictions"])
