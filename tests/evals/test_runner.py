@@ -112,8 +112,10 @@ def launched(folder, processes, tmp_path):
     options += ["--cache", "window:window=30"]
     start = [sys.executable, "-m"]
     if processes > 1:
-        start += ["accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
-        start += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"]
+        # Accelerate's switch for several processes on one machine, CPUs included.
+        start += ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+        start += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        start += ["--main_process_port", "0", "-m"]
     done = subprocess.run(
         [*start, "evals.perplexity", *map(str, options)],
         cwd=ROOT,
