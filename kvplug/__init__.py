@@ -6,8 +6,9 @@ Importing registers the attention function "kvplug" with transformers and touche
 from kvplug.attention import attach, detach, register
 from kvplug.cache import KVCache
 from kvplug.memory import MemoryReport
+from kvplug.planning import plan
 from kvplug.recipes import DenseCache, QuantCache, StreamingLLMCache, WindowCache
-from kvplug.spec import from_spec, plan
+from kvplug.spec import from_spec
 from kvplug.view import KVTensor, KVView
 
 __version__ = "0.1.0"

@@ -5,12 +5,19 @@ Supported: transformers 5.17 up to the newest 5.x.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 
 import torch
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, cache_utils
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -21,9 +28,13 @@ __all__ = [
     "Cache",
     "CacheLayerMixin",
     "attention_function",
+    "cache_argument",
     "can_route",
     "default_layers",
+    "hands_over_latents",
     "is_full_attention",
+    "is_linear",
+    "is_never_written",
     "is_sliding",
     "kv_shape",
     "mask_function",
@@ -51,11 +62,40 @@ def is_sliding(layer: object) -> bool:
     return type(layer) is DynamicSlidingWindowLayer
 
 
-def kv_shape(config: PreTrainedConfig, layer_idx: int) -> tuple[int, int, int]:
-    """Key-value heads, key width and value width of what a layer hands to the cache."""
+def is_linear(layer: object) -> bool:
+    """Whether a default layer keeps states of a fixed size, for linear attention or a convolution."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+# Older versions have no such class: there the list of layers ends before those that borrow.
+_NEVER_WRITTEN = getattr(cache_utils, "DummyLayer", ())
+
+
+def is_never_written(layer: object) -> bool:
+    """Whether a default layer stands for one without attention, or for one that reads the cache of another."""
+    return isinstance(layer, _NEVER_WRITTEN)
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """How the model's forward calls the cache: `cache` where it knows that name, as older models do not."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _own_config(config: PreTrainedConfig, layer_idx: int) -> PreTrainedConfig:
     layers = getattr(config, "per_layer_config", None)
-    own = layers[layer_idx] if layers is not None else config
-    if getattr(own, "kv_lora_rank", None) and getattr(own, "qk_rope_head_dim", None):
+    return layers[layer_idx] if layers is not None else config
+
+
+def hands_over_latents(config: PreTrainedConfig, layer_idx: int) -> bool:
+    """Whether a layer's config is that of latent attention, which caches the latent and one rotated key."""
+    own = _own_config(config, layer_idx)
+    return bool(getattr(own, "kv_lora_rank", None) and getattr(own, "qk_rope_head_dim", None))
+
+
+def kv_shape(config: PreTrainedConfig, layer_idx: int) -> tuple[int, int, int]:
+    """Key-value heads, key width and value width of what a layer hands to the cache, as far as a config tells."""
+    own = _own_config(config, layer_idx)
+    if hands_over_latents(config, layer_idx):
         # Latent attention hands over the compressed latent and the rotated key, as one head.
         return 1, own.kv_lora_rank, own.qk_rope_head_dim
     heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads

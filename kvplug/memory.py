@@ -21,7 +21,7 @@ class MemoryReport:
         keys, values: the codes; for full precision the K and V themselves.
         scales: scales and zero points.
         residual: tokens kept in the model's dtype beside the codes, those of an unfinished forward included.
-        tables: logical positions of slots, counts of padding.
+        tables: logical positions of slots, counts of padding, states of linear attention.
         scores: state of eviction policies.
         spare: capacity that is reserved and holds nothing.
         tokens_seen: tokens a row has been given.
@@ -71,20 +71,21 @@ class MemoryReport:
 
     def __str__(self) -> str:
         parts = ", ".join(
-            f"{name} {_human(value)}"
+            f"{name} {human(value)}"
             for name in ("keys", "values", "scales", "residual", "tables", "scores", "spare")
             if (value := getattr(self, name))
         )
         kept = f"{self.tokens_kept:g} of {self.tokens_seen} tokens kept"
         rows = f" in each of {self.batch} rows" if self.batch > 1 else ""
         return (
-            f"{_human(self.total)} held ({parts or 'nothing'}); {kept}{rows}; "
-            f"{self.bits_per_element:.2f} bits an element; full precision would hold {_human(self.dense_total)} "
+            f"{human(self.total)} held ({parts or 'nothing'}); {kept}{rows}; "
+            f"{self.bits_per_element:.2f} bits an element; full precision would hold {human(self.dense_total)} "
             f"({self.ratio:.1%})"
         )
 
 
-def _human(count: int) -> str:
+def human(count: int) -> str:
+    """A number of bytes in the largest unit, of those in steps of 1024, that leaves it at least 1."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -94,21 +95,29 @@ def _human(count: int) -> str:
 
 
 def measure(layers: Iterable[object]) -> MemoryReport:
-    """Counts the layers of a cache, ours and those of transformers."""
+    """Counts the layers of a cache, ours and those of transformers; one that is listed twice counts twice."""
     total = dict.fromkeys((f.name for f in fields(MemoryReport)), 0)
     kept, ours = 0, 0
-    for layer in layers:
+    for layer, times in _counted(layers):
         if isinstance(layer, KVLayer):
             part = _ours(layer)
-            kept += part.pop("kept")
-            ours += layer.is_initialized
+            kept += part.pop("kept") * times
+            ours += layer.is_initialized * times
         else:
             part = _theirs(layer)
         for name, value in part.items():
-            total[name] = max(total[name], value) if name in ("tokens_seen", "batch") else total[name] + value
+            total[name] = max(total[name], value) if name in ("tokens_seen", "batch") else total[name] + value * times
     mean = kept / ours if ours else 0
     total["tokens_kept"] = int(mean) if mean == int(mean) else mean
     return MemoryReport(**total)
+
+
+def _counted(layers: Iterable[object]) -> list[tuple[object, int]]:
+    """Each layer once, and how often it is listed."""
+    found: dict[int, tuple[object, int]] = {}
+    for layer in layers:
+        found[id(layer)] = (layer, found.get(id(layer), (layer, 0))[1] + 1)
+    return list(found.values())
 
 
 def _ours(layer: KVLayer) -> dict[str, int]:

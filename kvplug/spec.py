@@ -1,20 +1,14 @@
 """Caches from strings: "streaming:sinks=4,window=508+int4". A typo lists what would be accepted.
 
-Also the planner, which runs a cache on shapes alone, so that its figures can't drift from those that are measured.
+Reads and builds, and must never know how a codec or a policy works: names and arguments come from their own tables.
 """
 
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 
-import torch
-from transformers import PreTrainedConfig
-
-from kvplug import compat
-from kvplug.cache import KVCache, make_layers
+from kvplug.cache import KVCache
 from kvplug.codecs import CODECS, Codec, get_codec
-from kvplug.layer import KVLayer
-from kvplug.memory import MemoryReport
 from kvplug.policies import POLICIES, Policy
 
 NAMES = (*CODECS, "quant", *POLICIES)
@@ -114,38 +108,10 @@ def from_spec(spec: str, config: object) -> KVCache:
     return KVCache(config, codec=composition.codec, policy=composition.policy)
 
 
-def plan(config: object, spec: str, tokens: int, batch: int = 1, dtype: torch.dtype | None = None) -> MemoryReport:
-    """Exact bytes that a cache will hold after `tokens` tokens, before anything is allocated.
-
-    Args:
-        config: the model or its config; neither is changed.
-        spec: the cache, as for `from_spec`.
-        tokens: tokens seen by each row, prompt and generated ones together.
-        batch: rows, without padding.
-        dtype: the model's; by default what the config names, else fp32.
-
-    Returns:
-        The report that `cache.memory()` gives, to the byte.
-
-    Raises:
-        ValueError: an argument is not valid, or the config has layers whose sizes it does not tell.
-    """
-    for name, value, least in (("tokens", tokens, 0), ("batch", batch, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r} is not valid; a whole number of at least {least} is accepted")
-    composition = parse(spec)
-    layers = make_layers(config, composition.codec, composition.policy)
-    model_config = config if isinstance(config, PreTrainedConfig) else config.config
-    text = compat.text_config(model_config)
-    dtype = dtype or getattr(text, "dtype", None) or getattr(model_config, "dtype", None) or torch.float32
-    cache = KVCache.from_layers(layers)
-    for i, layer in enumerate(layers):
-        heads, key_dim, value_dim = compat.kv_shape(text, i)
-        if not isinstance(layer, KVLayer) and not compat.is_sliding(layer):
-            raise ValueError(
-                f"config={type(text).__name__}: the size of layer {i} ({type(layer).__name__}) is not known"
-            )
-        keys = torch.empty(batch, heads, tokens, key_dim, dtype=dtype, device="meta")
-        values = torch.empty(batch, heads, tokens, value_dim, dtype=dtype, device="meta")
-        cache.update(keys, values, i)
-    return cache.memory()
+def one_of_each(budget: int = 1024) -> list[str]:
+    """A spec for every codec that keeps all tokens and for every policy, which gets `budget` where it must be told."""
+    specs = list(CODECS)
+    for name, policy in POLICIES.items():
+        arguments = {f.name: budget for f in fields(policy) if f.default is MISSING} | DEFAULTS.get(name, {})
+        specs.append(name + ":" + ",".join(f"{key}={value}" for key, value in arguments.items()))
+    return specs

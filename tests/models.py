@@ -152,6 +152,67 @@ def tiny_deepseek(seed=0, **overrides):
     return build(transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config(**settings), seed)
 
 
+def tiny_gemma3n(seed=0, **overrides):
+    """Sliding and full layers, of which the last two read the cache of an earlier layer and have none of their own."""
+    settings = {
+        **TINY,
+        "num_hidden_layers": 5,
+        "sliding_window": 8,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 16,
+        "altup_num_inputs": 2,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 5,
+        **overrides,
+    }
+    return build(transformers.Gemma3nForCausalLM, transformers.Gemma3nTextConfig(**settings), seed)
+
+
+def tiny_falcon(seed=0, **overrides):
+    """Multi-query attention: all heads share one key and value head, whatever the config's number of them says."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **overrides,
+    }
+    return build(transformers.FalconForCausalLM, transformers.FalconConfig(**settings), seed)
+
+
+def tiny_lfm2(seed=0, **overrides):
+    """Short convolutions, whose last inputs are their state, with one full-attention layer."""
+    settings = {**TINY, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, **overrides}
+    settings.pop("head_dim")
+    return build(transformers.Lfm2ForCausalLM, transformers.Lfm2Config(**settings), seed)
+
+
+def tiny_jamba(seed=0, **overrides):
+    """A state space layer with a full-attention layer."""
+    settings = {
+        **TINY,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+        **overrides,
+    }
+    settings.pop("head_dim")
+    return build(transformers.JambaForCausalLM, transformers.JambaConfig(**settings), seed)
+
+
 def tiny_bloom(seed=0):
     """A model that computes attention in its own code: no attention function can be routed."""
     config = transformers.BloomConfig(

@@ -53,7 +53,8 @@ class Float8(Codec):
         return Field("codes", dim, torch.uint8), Field("scale", 1, SCALE_DTYPE, "scales")
 
     def encode(self, x: torch.Tensor) -> Encoded:
-        step = max(CANDIDATE_ELEMENTS // max(x[:, :, :1].numel(), 1), 1)
+        # Shapes alone need no memory, and a plan for a million tokens must not go through them piece by piece.
+        step = max(CANDIDATE_ELEMENTS // max(x[:, :, :1].numel(), 1), 1) if not x.is_meta else max(x.shape[2], 1)
         parts = [self._encode(block.float()) for block in x.split(step, dim=2)]
         codes, scale = (p[0] if len(p) == 1 else torch.cat(p, dim=2) for p in zip(*parts, strict=True))
         return Encoded(self, {"codes": codes, "scale": scale}, x.shape[-1])
