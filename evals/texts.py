@@ -85,7 +85,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: Text, *, length: int, coun
     if total < count * length:
         raise InputError(
             f"--dataset: '{text.source}' has {total:,} tokens, too short for {count} windows of {length:,}; "
-            f"lower --length or --windows, or give a longer text"
+            f"ask for fewer or shorter ones, or give a longer text"
         )
     starts = tuple((total * (2 * i + 1) // count - length) // 2 for i in range(count))
     cut = torch.stack([ids[start : start + length] for start in starts])

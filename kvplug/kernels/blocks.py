@@ -111,7 +111,7 @@ def _weighted(weights: torch.Tensor, values: Encoded) -> torch.Tensor:
 
 
 def _by_group(weights: torch.Tensor, granule: int) -> torch.Tensor:
-    """Sums of weights `[batch, kv_heads, rows, tokens]` over each group of tokens, `[batch, kv_heads, rows, groups]`."""
+    """Sums of weights `[batch, kv_heads, rows, tokens]` over groups of tokens: `[batch, kv_heads, rows, groups]`."""
     lacking = -weights.shape[-1] % granule
     if lacking:
         weights = torch.nn.functional.pad(weights, (0, lacking))
