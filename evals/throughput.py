@@ -272,7 +272,9 @@ def check(model: PreTrainedModel, entrants: list[Entrant], token: torch.Tensor) 
     for entrant in entrants:
         with specs.routed(entrant.spec, model):
             logits = forward(model, token, entrant.cache).logits[:, -1].float()
-        entrant.memory = held.counted(entrant.cache, model, entrant.cache.get_seq_length() * len(token))
+        # A static cache counts its tokens in a tensor.
+        seen = int(entrant.cache.get_seq_length())
+        entrant.memory = held.counted(entrant.cache, model, seen * len(token))
         log_probs = logits.log_softmax(dim=-1)
         wanted = log_probs if wanted is None else wanted
         contents = entrant.memory["held_bytes"] - spare(entrant.memory)
