@@ -27,8 +27,10 @@ DEFAULT_CACHES = ["dense", "int8", "int4", "streaming:sinks=4,window=508"]
 MIB = 2**20
 # What is loaded, compiled or paged in by the first forward of all belongs to no cache: these tokens go ahead.
 WARMUP = 8
-# Where a planned line is drawn through, beside the measured lengths: enough to see buffers grow in steps.
-CURVE = 12
+# Lengths that a planned line is drawn through, beside the measured ones: enough to see buffers grow in steps.
+CURVE = 192
+# glibc's name, in malloc.h, for the size from which a block comes from the system by itself and goes back when freed.
+M_MMAP_THRESHOLD, OWN_BLOCK = -3, 128 * 1024
 NOTES = [
     "**predicted** is `kvplug.plan(config, cache, tokens, batch).total`, known before anything is allocated; **held** "
     "is counted from outside once the tokens are in: every tensor storage that can be reached from the cache object, "
@@ -41,9 +43,9 @@ PEAK_NOTES = {
     "forward, whose activations are the same for all caches, and apart from it over the tokens decoded after it.",
     "cpu": "**peaks** are the highest resident set (RSS) that a thread saw, looking every {every:.0f} ms, above the "
     "one before the case: over the prompt's forward, whose activations are the same for all caches, and apart from it "
-    "over the tokens decoded after it. Freed memory is handed back to the system first. RSS is noisy: the memory "
-    "allocator keeps freed pieces for later, so that peaks of one case wander by some tens of MiB between runs, and a "
-    "rise that is over within those {every:.0f} ms may go unseen.",
+    "over the tokens decoded after it. Where the C library is glibc, large blocks go back to the system once they are "
+    "freed, so that peaks of one case differ by a few MiB between runs; elsewhere RSS also shows what the memory "
+    "allocator keeps for later, tens of MiB and more. A rise that is over within those {every:.0f} ms may go unseen.",
 }
 
 
@@ -75,14 +77,28 @@ class ResidentPeak:
         self.peak = max(self.peak, self._process.memory_info().rss)
 
 
+def c_library(name: str) -> Callable[..., int] | None:
+    """A function of glibc; None where the C library is another one."""
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+def give_back_at_once() -> None:
+    """From now on a large block that is freed leaves the resident set, for the price of some speed.
+
+    Otherwise the allocator keeps it for the next one, and what a case needs depends on which case came before.
+    """
+    if mallopt := c_library("mallopt"):
+        mallopt(M_MMAP_THRESHOLD, OWN_BLOCK)
+
+
 def release() -> None:
     """Frees what nothing refers to any more, and gives it back to the system where the C library can."""
     gc.collect()
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
-        return  # not glibc
-    trim(0)
+    if malloc_trim := c_library("malloc_trim"):
+        malloc_trim(0)
 
 
 def in_use(devices: list[torch.device]) -> dict[torch.device, int]:
@@ -116,7 +132,7 @@ class Memory(Eval):
     """A prompt of `ids` `[windows, tokens]`, then tokens one by one; a piece is one cache at one length and batch."""
 
     ids: torch.Tensor = None
-    lengths: tuple[int, ...] = (512, 1536)
+    lengths: tuple[int, ...] = (512, 1024)
     batches: tuple[int, ...] = (1, 2)
     new_tokens: int = 16
 
@@ -217,13 +233,15 @@ class Memory(Eval):
     def curves(self, spec: str) -> list[dict]:
         """What is foretold between the measured lengths as well, for each batch."""
         low, high = (pick(self.lengths) + self.new_tokens for pick in (min, max))
-        between = {round(low * (high / low) ** (i / (CURVE - 1))) for i in range(CURVE)}
-        tokens = sorted(between | {length + self.new_tokens for length in self.lengths})
+        between = range(low, high, max((high - low) // CURVE, 1))
+        tokens = sorted({*between, *(length + self.new_tokens for length in self.lengths)})
         found = []
         for batch in self.batches:
             planned = [self.plan(spec, count, batch)[0] for count in tokens]
             if None not in planned:
-                found.append({"batch": batch, "tokens": tokens, "bytes": planned})
+                found.append(
+                    {"batch": batch, "points": corners([list(pair) for pair in zip(tokens, planned, strict=True)])}
+                )
         return found
 
     def tables(self, result: dict) -> list[report.Table]:
@@ -237,6 +255,13 @@ class Memory(Eval):
 
     def draw(self, result: dict, path: Path) -> None:
         draw(result, path)
+
+
+def corners(points: list[list[int]]) -> list[list[int]]:
+    """`points` without those that lie between two of the same height."""
+    inner = zip(points, points[1:], points[2:], strict=False)
+    kept = [point for before, point, after in inner if not before[1] == point[1] == after[1]]
+    return [points[0], *kept, *points[1:][-1:]]
 
 
 def key(spec: str, length: int, batch: int) -> str:
@@ -284,8 +309,8 @@ def draw(result: dict, path: Path) -> None:
             spots = [case["tokens"] for case in cases], [case["held_bytes"] / MIB for case in cases]
             axes.plot(*spots, label=figure.label_of(entry["spec"]), markeredgewidth=1.6, zorder=3, **marks)
             for curve in (curve for curve in entry["planned"] if curve["batch"] == batch):
-                line = [planned / MIB for planned in curve["bytes"]]
-                axes.plot(curve["tokens"], line, color=style["color"], linewidth=1.4, zorder=2)
+                line = [(count, planned / MIB) for count, planned in curve["points"]]
+                axes.plot(*zip(*line, strict=True), color=style["color"], linewidth=1.4, zorder=2)
         axes.set_title(f"batch {batch}", loc="left", fontsize=11)
         axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
         axes.xaxis.set_minor_locator(NullLocator())
@@ -312,7 +337,7 @@ def main(
     model: console.ModelOption = models.EMBEDDED,
     dataset: console.DatasetOption = texts.EMBEDDED,
     column: console.ColumnOption = None,
-    length: Annotated[list[int], typer.Option("--length", help="Tokens of prompt; repeatable.")] = [512, 1536],  # noqa: B006
+    length: Annotated[list[int], typer.Option("--length", help="Tokens of prompt; repeatable.")] = [512, 1024],  # noqa: B006
     batch: Annotated[list[int], typer.Option("--batch", help="Rows, each another window; repeatable.")] = [1, 2],  # noqa: B006
     new_tokens: Annotated[int, typer.Option("--new-tokens", help="Tokens decoded one at a time after it.")] = 16,
     device: console.DeviceOption = "cpu",
@@ -323,6 +348,7 @@ def main(
     """Bytes that each cache holds, predicted and measured, and the peaks of memory on the way there."""
     lengths, batches = positive("--length", length), positive("--batch", batch)
     positive("--new-tokens", [new_tokens])
+    give_back_at_once()
     longest = max(lengths) + new_tokens
     text = texts.read(dataset, column=column)
     loaded = models.load(model, device=device, dtype=dtype)

@@ -71,9 +71,9 @@ def test_a_run_tells_both_figures_and_their_agreement(tiny, tmp_path, hasty):
     assert int4["memory"]["held_bytes"] == int4["cases"][-1]["held_bytes"]
     assert full["memory"]["bits_held"] == 32
     assert [curve["batch"] for curve in dense["planned"]] == [1, 2] and not full["planned"]
-    for case in dense["cases"]:
-        curve = dense["planned"][case["batch"] - 1]
-        assert curve["bytes"][curve["tokens"].index(case["tokens"])] == case["held_bytes"]
+    for curve in dense["planned"]:
+        ends = [case["held_bytes"] for case in dense["cases"] if case["batch"] == curve["batch"]]
+        assert [curve["points"][i] for i in (0, -1)] == [[23, ends[0]], [73, ends[1]]]
     assert "NO" not in (tmp_path / "report.md").read_text()
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
@@ -124,6 +124,13 @@ def test_a_run_in_two_parts_is_one_run(tiny, tmp_path, monkeypatch, stop, hasty)
     assert steady(parts) == steady(whole)
     told = json.loads((tmp_path / "parts" / "report.json").read_text())
     assert steady(told) == steady(parts)
+
+
+def test_a_line_keeps_its_corners_alone():
+    points = [(1, 5), (2, 5), (3, 5), (4, 9), (5, 9), (6, 9)]
+    assert memory.corners(points) == [(1, 5), (3, 5), (4, 9), (6, 9)]
+    assert memory.corners([(1, 5), (2, 6), (3, 7)]) == [(1, 5), (2, 6), (3, 7)]
+    assert memory.corners([(1, 5)]) == [(1, 5)]
 
 
 def allocate(mebibytes, seconds):
