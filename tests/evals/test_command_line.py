@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from evals import console, perplexity, streaming, throughput, tradeoff
+from evals import console, generation, memory, perplexity, retrieval, streaming, throughput, tradeoff
 
 ROOT = Path(__file__).parents[2]
-EVALS = [perplexity.main, streaming.main, throughput.main, tradeoff.main]
+EVALS = [module.main for module in (generation, memory, perplexity, retrieval, streaming, throughput, tradeoff)]
 
 
 def run(command, *arguments):
