@@ -76,14 +76,14 @@ def attention_forward(
         ours = False
     else:
         # The model's own function takes a first forward as it is; sdpa can't soft-cap or use learned sinks.
-        ours = not view.plain or (name == "sdpa" and special)
+        ours = not view.plain or view.queries < view.seen or (name == "sdpa" and special)
     if ours:
         out = _attend(module, query, view, attention_mask, scaling, kwargs), None
     else:
         if view is None:
             key, value = (x.decoded() if isinstance(x, KVTensor) else x for x in (key, value))
         else:
-            key, value = view.keys(), view.values()
+            key, value = view.in_time("keys"), view.in_time("values")
         out = compat.attention_function(name, module)(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )

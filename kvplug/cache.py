@@ -5,18 +5,22 @@ Every named cache is a recipe over it. It holds no logic of storage or of polici
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedConfig
 
 from kvplug import compat
 from kvplug.attention import attach, configs_of
-from kvplug.codecs import Codec, get_codec
+from kvplug.codecs import BITS, Codec, Plain, get_codec
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
 from kvplug.policies import Policy
+from kvplug.policies.positional import check_count
+from kvplug.residual import ResidualLayer
 from kvplug.rope import Rope, rope_of_layers
+from kvplug.stores.residual import OUTLIER, defaults
 
 CodecLike = str | Codec | None
 
@@ -29,12 +33,19 @@ class KVCache(compat.Cache):
     Args:
         config: the model, or its own config object (not a copy: the model's attention is routed through it).
         codec: name of a dtype ("dense", "fp8", "int8", "int4"), a Codec, or a pair of them for keys and values.
-        policy: which tokens stay: None for all, a Policy, or a list with one for each full-attention layer.
+        policy: which tokens stay: None for all, a Policy, or a list with one for each full-attention layer. A group of
+            tokens can't lose some of them, so under a policy each token is written by itself.
+        residual, sinks: least number of last tokens, and number of first ones, that stay in the model's dtype. By
+            default 0 where each token is written by itself in 8 bits or more, else 32 and 4. Not under a policy.
+        layer_codecs: another codec, or pair of them, for some layers, by their index in the model.
 
     Raises:
         ValueError: an argument is not known, the model has no full-attention layers, or its attention can't be
             routed and the policy needs that; names the argument and what is accepted.
     """
+
+    # Whether the user was told of layers that keep their keys in full precision.
+    _warned = False
 
     def __init__(
         self,
@@ -42,8 +53,11 @@ class KVCache(compat.Cache):
         *,
         codec: CodecLike | tuple[CodecLike, CodecLike] = None,
         policy: Policy | Sequence[Policy | None] | None = None,
+        residual: int | None = None,
+        sinks: int | None = None,
+        layer_codecs: Mapping[int, CodecLike | tuple[CodecLike, CodecLike]] | None = None,
     ):
-        layers = make_layers(config, codec, policy)
+        layers = make_layers(config, codec, policy, residual, sinks, layer_codecs)
         evicting = any(isinstance(layer, KVLayer) and layer.policy for layer in layers)
         if evicting and isinstance(config, torch.nn.Module) and not compat.can_route(config):
             raise ValueError(
@@ -97,9 +111,24 @@ class KVCache(compat.Cache):
             )
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
+        if not self._warned and layer_idx == 0:
+            self._tell_outliers()
         if compat.is_sliding(layer) and not layer.record_past:
             _release_window(layer)
         return out
+
+    def _tell_outliers(self) -> None:
+        found = [
+            i for i, layer in enumerate(self.layers) if isinstance(layer, ResidualLayer) and layer.store.kept_plain
+        ]
+        if found:
+            self._warned = True
+            warnings.warn(
+                f"the keys of layers {', '.join(map(str, found))} have channels more than {OUTLIER:g} times as large "
+                "as the median one, which few bits can't hold: these keys are kept in the model's dtype. To say so "
+                f"from the start or to choose other bits, pass layer_dtypes={{{found[0]}: 'dense'}}",
+                stacklevel=4,
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, whatever was kept of them."""
@@ -152,7 +181,39 @@ def _release_window(layer) -> None:
             setattr(layer, name, shown)
 
 
-def make_layers(config: object, codec, policy) -> list:
+def make_codecs(
+    dtype: CodecLike = "int4",
+    keys: CodecLike = None,
+    values: CodecLike = None,
+    scheme: str | None = None,
+    group_size: int | None = None,
+) -> tuple[Codec, Codec]:
+    """The codecs of keys and values, from names of dtypes and from how integers are written.
+
+    Args:
+        dtype: for both sides; `keys` and `values` for one of them.
+        scheme, group_size: as for `get_codec`, for the sides that are integers; int8 has groups if a scheme is given.
+
+    Raises:
+        ValueError: a name is not known, or there is nothing that `scheme` or `group_size` could apply to.
+    """
+    sides = [("keys", dtype if keys is None else keys), ("values", dtype if values is None else values)]
+    own = [grouping(name, scheme, group_size) for _, name in sides]
+    if (scheme is not None or group_size is not None) and not any(own):
+        argument, name = ("dtype", dtype) if keys is None or values is None else sides[0]
+        get_codec(name, argument, scheme=scheme, group_size=group_size)  # raises and says why
+    get_codec(dtype, "dtype")
+    found = [get_codec(name, argument, **how) for (argument, name), how in zip(sides, own, strict=True)]
+    return found[0], found[1]
+
+
+def grouping(name: CodecLike, scheme: str | None, group_size: int | None) -> dict[str, object]:
+    """What of `scheme` and `group_size` a dtype takes: all for integers, nothing for int8 without a scheme."""
+    takes = isinstance(name, str) and name in BITS and (scheme is not None or name != "int8")
+    return {"scheme": scheme, "group_size": group_size} if takes and (scheme, group_size) != (None, None) else {}
+
+
+def make_layers(config: object, codec, policy, residual=None, sinks=None, layer_codecs=None) -> list:
     """The layers of a cache for a model or config: ours where attention is full, transformers' own elsewhere.
 
     Raises:
@@ -173,10 +234,7 @@ def make_layers(config: object, codec, policy) -> list:
             f"config={type(text).__name__} has no full-attention layers (its layers: {kinds}), so there is nothing to "
             "compress; a model with full attention is accepted"
         )
-    sides = codec if isinstance(codec, tuple | list) else (codec, codec)
-    if len(sides) != 2:
-        raise ValueError(f"codec={codec!r} is not valid; one codec, or a pair for keys and values is accepted")
-    keys, values = (get_codec(side) for side in sides)
+    sides = _sides(codec, "codec")
     policies = list(policy) if isinstance(policy, list | tuple) else [policy] * len(full)
     if len(policies) != len(full):
         raise ValueError(
@@ -185,10 +243,53 @@ def make_layers(config: object, codec, policy) -> list:
     for one in policies:
         if one is not None and not isinstance(one, Policy):
             raise ValueError(f"policy={one!r} is not accepted; pass a kvplug policy such as kvplug.policies.Window")
+    _check_dense_parts(residual, sinks, policy, sides, layer_codecs)
+    others = {i: _sides(one, f"layer_dtypes[{i!r}]") for i, one in (layer_codecs or {}).items()}
+    for i in others:
+        if i not in full:
+            raise ValueError(
+                f"layer_dtypes has an entry for layer {i!r}, which is not a full-attention layer; accepted: "
+                f"{', '.join(map(str, full))}"
+            )
     ropes = _ropes(text, full, policies)
     for i, one, rope in zip(full, policies, ropes, strict=True):
-        layers[i] = KVLayer(keys, values, one, rope)
+        layers[i] = _make_layer(*others.get(i, sides), one, rope, residual, sinks)
     return layers
+
+
+def _sides(codec, argument: str) -> tuple[Codec, Codec]:
+    sides = codec if isinstance(codec, tuple | list) else (codec, codec)
+    if len(sides) != 2:
+        raise ValueError(f"{argument}={codec!r} is not valid; one codec, or a pair for keys and values is accepted")
+    return get_codec(sides[0], argument), get_codec(sides[1], argument)
+
+
+def _check_dense_parts(residual, sinks, policy, sides: tuple[Codec, Codec], layer_codecs) -> None:
+    for name, value in (("residual", residual), ("sinks", sinks)):
+        if value is None:
+            continue
+        check_count(name, value, 0)
+        if policy is not None:
+            raise ValueError(
+                f"{name}={value!r} can't be had together with policy={policy!r}: a group of tokens can't lose some of "
+                "them, so under a policy each token is written by itself, once attention over it is done; None is "
+                "accepted"
+            )
+        if all(isinstance(side, Plain) for side in sides) and not layer_codecs:
+            raise ValueError(f"{name}={value!r} is for a codec, and all tokens are kept as they are; None is accepted")
+
+
+def _make_layer(keys: Codec, values: Codec, policy, rope, residual: int | None, sinks: int | None) -> KVLayer:
+    if policy is not None:
+        return KVLayer(keys.tokenwise(), values.tokenwise(), policy, rope)
+    if isinstance(keys, Plain) and isinstance(values, Plain):
+        return KVLayer(keys, values)
+    residual, sinks = (
+        own if given is None else given for given, own in zip((residual, sinks), defaults(keys, values), strict=True)
+    )
+    if keys.granule == values.granule == 1 and residual == sinks == 0:
+        return KVLayer(keys, values)
+    return ResidualLayer(keys, values, residual, sinks)
 
 
 def _ropes(config: PreTrainedConfig, full: list[int], policies: list[Policy | None]) -> list[Rope | None]:

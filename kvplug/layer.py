@@ -91,9 +91,16 @@ class KVLayer(CacheLayerMixin):
         self.padding: torch.Tensor | None = None
 
     def __repr__(self) -> str:
-        parts = [self.store.keys.codec.name, self.store.values.codec.name]
-        codec = parts[0] if parts[0] == parts[1] else f"keys={parts[0]}, values={parts[1]}"
-        return f"KVLayer({codec}{f', {self.policy}' if self.policy else ''})"
+        return f"KVLayer({self._codecs()}{f', {self.policy}' if self.policy else ''})"
+
+    def _codecs(self) -> str:
+        keys, values = self.store.keys.codec.name, self.store.values.codec.name
+        return keys if keys == values else f"keys={keys}, values={values}"
+
+    @property
+    def settings(self) -> tuple:
+        """What the layer was made with: layers of equal settings hold equal numbers of bytes."""
+        return self.policy, self.store.keys.codec, self.store.values.codec
 
     # What transformers calls in a forward
 
@@ -131,10 +138,14 @@ class KVLayer(CacheLayerMixin):
             if before == 0:
                 return key_states, value_states
             return tuple(mark_plain(side.fields["codes"]) for side in self.store.view(0, self.store.length))
-        if self.fresh is not None:
-            kept = tuple(torch.cat(pair, dim=2) for pair in zip(self.fresh, kept, strict=True))
-        self.fresh = kept
+        self._take(*kept)
         return KVTensor.of(self._view(tokens))
+
+    def _take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keeps the tokens of a forward at hand until attention over them is done."""
+        if self.fresh is not None:
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(self.fresh, (keys, values), strict=True))
+        self.fresh = keys, values
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         for name, x in (("key_states", key_states), ("value_states", value_states)):
@@ -149,20 +160,18 @@ class KVLayer(CacheLayerMixin):
             )
 
     def _view(self, queries: int) -> KVView:
-        segments = []
-        fresh = self.fresh[0].shape[2]
-        before = self.seen - fresh
-        if self.store.length:
-            segments = self._stored(before)
-        plain = CODECS["dense"]
-        segments.append(Segment(plain.encode(self.fresh[0]), plain.encode(self.fresh[1]), start=before))
+        before = self.seen - self.unfinished
+        segments = self._stored(before) if self.store.length else []
+        if self.fresh is not None:
+            keys, values = (CODECS["dense"].encode(x) for x in self.fresh)
+            segments.append(Segment(keys, values, start=before))
         return KVView(
             segments,
             seen=self.seen,
             queries=queries,
             dtype=self.dtype,
             evicting=self.policy is not None,
-            holes=self.padding is not None,
+            holes=self.holes,
             done=self._done,
         )
 
@@ -198,6 +207,21 @@ class KVLayer(CacheLayerMixin):
     def _done(self, query: torch.Tensor | None, mask: torch.Tensor | None) -> None:
         self.settle(mask)
 
+    @property
+    def unfinished(self) -> int:
+        """Tokens in `fresh`."""
+        return self.fresh[0].shape[2] if self.fresh is not None else 0
+
+    @property
+    def pending(self) -> int:
+        """Tokens of an unfinished forward, or of all that were recorded."""
+        return self.unfinished
+
+    @property
+    def holes(self) -> bool:
+        """Whether rows may hold different numbers of tokens."""
+        return self.padding is not None
+
     def settle(self, mask: torch.Tensor | None = None, force: bool = False) -> None:
         """Lets the policy choose, and encodes what stays. Does nothing while the past is recorded, unless forced.
 
@@ -223,8 +247,8 @@ class KVLayer(CacheLayerMixin):
             self._admit(keys, values, before, real)
 
     def _note_padding(self, mask: torch.Tensor) -> None:
-        """Tells from a mask which of the fresh tokens are padding: those that no query of the forward sees."""
-        tokens = self.fresh[0].shape[2]
+        """Tells from a mask which of the pending tokens are padding: those that no query of the forward sees."""
+        tokens = self.pending
         if self.padding is None and self._real is None and _nothing_hidden(mask, self.seen - tokens, self.seen):
             return
         real = _visible(mask, self.seen - tokens, self.seen)
@@ -286,7 +310,7 @@ class KVLayer(CacheLayerMixin):
     @property
     def kept(self) -> int:
         """Slots in use, the tokens of an unfinished forward included."""
-        return self.store.length + (self.fresh[0].shape[2] if self.fresh is not None else 0)
+        return self.store.length + self.unfinished
 
     @property
     def batch(self) -> int:
@@ -340,7 +364,7 @@ class KVLayer(CacheLayerMixin):
                 f"tokens_to_remove={tokens_to_remove} removes more than the {self.seen} tokens seen; "
                 f"{-self.seen} to 0 is accepted"
             )
-        fresh = self.fresh[0].shape[2] if self.fresh is not None and self.record_past else 0
+        fresh = self.unfinished if self.record_past else 0
         if remove > fresh and self.policy is not None and self.seen - fresh > self.policy.budget:
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove} can't be undone: {self.policy} has dropped tokens since. "

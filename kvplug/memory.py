@@ -132,7 +132,7 @@ def _ours(layer: KVLayer) -> dict[str, int]:
         "keys": held.keys,
         "values": held.values,
         "scales": held.scales,
-        "residual": sum(_storage(x)[1] for x in layer.fresh or ()),
+        "residual": held.residual + sum(_storage(x)[1] for x in layer.fresh or ()),
         "tables": held.tables + sum(_storage(x)[1] for x in small),
         "spare": held.spare,
         "tokens_seen": layer.seen,

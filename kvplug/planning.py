@@ -6,6 +6,7 @@ Must never allocate for a token or a weight, and never change the config or the 
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from transformers import PreTrainedConfig
@@ -15,6 +16,7 @@ from kvplug.cache import KVCache, make_layers
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
 from kvplug.probe import Handed, Probe, Shape, probe
+from kvplug.residual import ResidualLayer
 from kvplug.spec import parse
 
 
@@ -53,7 +55,7 @@ class Planner:
 
     def __init__(self, config: object, spec: str, dtype: torch.dtype | None = None):
         composition = parse(spec)
-        layers = make_layers(config, composition.codec, composition.policy)
+        layers = make_layers(config, **vars(composition))
         model_config = config if isinstance(config, PreTrainedConfig) else config.config
         text = compat.text_config(model_config)
         named = dtype or getattr(text, "dtype", None) or getattr(model_config, "dtype", None)
@@ -82,7 +84,7 @@ class Planner:
                     "transformers' own cache"
                 )
             if isinstance(layer, KVLayer):
-                own = layer.policy, layer.store.keys.codec, layer.store.values.codec
+                own = layer.settings
             else:
                 own = type(layer), getattr(layer, "sliding_window", None)
             group = groups.setdefault((own, handed), len(self._first))
@@ -110,8 +112,13 @@ class Planner:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that a token adds to one row while it is kept; spare capacity left out."""
-        return self._measure(1, 1, only=(True,)).used
+        """Bytes that a token adds to one row while it is kept, spare capacity left out: a mean over a group of tokens
+        that are encoded together, to the nearest byte."""
+        stores = [layer.store for layer, _ in self._first if isinstance(layer, ResidualLayer)]
+        start = max((store.sinks + store.residual for store in stores), default=0)
+        step = math.lcm(*(store.group for store in stores))
+        more, less = (self._measure(tokens, 1, only=(True,)).used for tokens in (start + step, start))
+        return round((more - less) / step)
 
     def fixed(self, batch: int = 1) -> int:
         """Bytes of what stops growing in all rows whatever the spec: full sliding windows, states, and their like."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kvplug.cache import CodecLike, KVCache
+from kvplug.cache import CodecLike, KVCache, grouping, make_codecs
 from kvplug.codecs import get_codec
 from kvplug.policies import SinkWindow, Window
 
@@ -27,17 +27,38 @@ class QuantCache(KVCache):
 
     Args:
         config: the model or its config.
-        dtype: "fp8" (e4m3), "int8" or "int4" for both sides.
-        keys, values: a dtype for one side, where it is to differ.
+        dtype: "fp8" (e4m3), "int8", "int4", "int3" or "int2" for both sides.
+        keys, values: a dtype for one side, where it is to differ; "dense" leaves it as it is.
+        scheme: how integers are written: "rotated" (the default below 8 bits), "channel", "token" or "group".
+        group_size: tokens that share a row of offsets or scales and are written together; None for the scheme's own.
+        residual: least number of last tokens that stay in the model's dtype.
+        sinks: number of first tokens that stay in the model's dtype. Where they are None, 0 for tokens that are written
+            one by one in 8 bits or more, else 32 and 4.
+        layer_dtypes: another dtype for both sides of some full-attention layers, by index: `{0: "int8"}`.
 
     Raises:
-        ValueError: a dtype is not known.
+        ValueError: an argument is not known or does not fit the others.
     """
 
-    def __init__(self, config: object, dtype: str = "int4", *, keys: str | None = None, values: str | None = None):
-        both = get_codec(dtype, "dtype")
-        sides = (get_codec(keys or both, "keys"), get_codec(values or both, "values"))
-        super().__init__(config, codec=sides)
+    def __init__(
+        self,
+        config: object,
+        dtype: CodecLike = "int4",
+        *,
+        keys: CodecLike = None,
+        values: CodecLike = None,
+        scheme: str | None = None,
+        group_size: int | None = None,
+        residual: int | None = None,
+        sinks: int | None = None,
+        layer_dtypes: Mapping[int, CodecLike] | None = None,
+    ):
+        sides = make_codecs(dtype, keys, values, scheme, group_size)
+        others = {
+            layer: get_codec(one, f"layer_dtypes[{layer!r}]", **grouping(one, scheme, group_size))
+            for layer, one in (layer_dtypes or {}).items()
+        }
+        super().__init__(config, codec=sides, residual=residual, sinks=sinks, layer_codecs=others)
 
 
 class WindowCache(KVCache):
@@ -48,7 +69,7 @@ class WindowCache(KVCache):
     Args:
         config: the model or its config.
         window: tokens kept a layer, or a list with one number for each full-attention layer.
-        codec: storage of what is kept.
+        codec: storage of what is kept, each token by itself.
 
     Raises:
         ValueError: `window` is below 1.
@@ -69,7 +90,7 @@ class StreamingLLMCache(KVCache):
         window: recent tokens kept. Both may be lists with one number for each full-attention layer.
         positions: "compact" counts distances inside the cache, as the paper does: the sinks are re-rotated from a
             pristine copy. "original" keeps them as they were.
-        codec: storage of what is kept.
+        codec: storage of what is kept, each token by itself.
 
     Raises:
         ValueError: a count is too small, or the model's rotary embedding can't be re-rotated.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 
-from kvplug.cache import KVCache
+from kvplug.cache import KVCache, make_codecs
 from kvplug.codecs import CODECS, Codec, get_codec
 from kvplug.policies import POLICIES, Policy
 
@@ -16,10 +16,12 @@ NAMES = (*CODECS, "quant", *POLICIES)
 
 @dataclass(frozen=True)
 class Composition:
-    """What a spec says: codecs of keys and values, and a policy."""
+    """What a spec says: codecs of keys and values, a policy, and what stays in the model's dtype (see `KVCache`)."""
 
     codec: tuple[Codec, Codec]
     policy: Policy | None
+    residual: int | None = None
+    sinks: int | None = None
 
 
 def parse(spec: str) -> Composition:
@@ -44,7 +46,8 @@ def parse(spec: str) -> Composition:
             raise ValueError(f"spec={spec!r}: {chosen[kind][0]!r} and {name!r} both choose the {kind}; one is accepted")
         chosen[kind] = (name, value)
     dense = (get_codec(None), get_codec(None))
-    return Composition(chosen.get("codec", ("", dense))[1], chosen.get("policy", ("", None))[1])
+    codec, counts = chosen.get("codec", ("", (dense, {})))[1]
+    return Composition(codec, chosen.get("policy", ("", None))[1], **counts)
 
 
 def _arguments(spec: str, name: str, rest: str) -> dict[str, str]:
@@ -57,11 +60,19 @@ def _arguments(spec: str, name: str, rest: str) -> dict[str, str]:
     return arguments
 
 
-def _codecs(name: str, arguments: dict[str, str]) -> tuple[Codec, Codec]:
-    accepted = ("dtype", "keys", "values") if name == "quant" else ()
-    _refuse_others(name, arguments, accepted)
-    both = arguments.get("dtype", "int4") if name == "quant" else name
-    return tuple(get_codec(arguments.get(side, both), side) for side in ("keys", "values"))
+# What a codec's part may say of integers and of the tokens that stay as they are.
+WRITING, COUNTS = ("scheme", "group_size"), ("residual", "sinks")
+
+
+def _codecs(name: str, arguments: dict[str, str]) -> tuple[tuple[Codec, Codec], dict[str, int]]:
+    """The codecs of both sides, and the counts of tokens that are given."""
+    sides = ("dtype", "keys", "values") if name == "quant" else ()
+    _refuse_others(name, arguments, (*sides, *WRITING, *COUNTS) if name != "dense" else ())
+    counts = {key: _whole(name, key, arguments.pop(key)) for key in COUNTS if key in arguments}
+    chosen: dict[str, object] = {"dtype": "int4" if name == "quant" else name} | arguments
+    if "group_size" in arguments:
+        chosen["group_size"] = _whole(name, "group_size", arguments["group_size"])
+    return make_codecs(**chosen), counts
 
 
 # What a part of a spec may leave out, as the recipe of that name does.
@@ -98,14 +109,15 @@ def from_spec(spec: str, config: object) -> KVCache:
 
     Args:
         spec: parts joined by `+`, in any order: a codec (`dense`, `fp8`, `int8`, `int4`, or `quant` with `keys=` and
-            `values=`) and a policy (`window`, `streaming`).
+            `values=`; with `residual=`, `sinks=`, `group_size=` and `scheme=` as in `QuantCache`) and a policy
+            (`window`, `streaming`).
         config: the model or its config.
 
     Raises:
         ValueError: the spec has a typo (lists the valid names), or the model can't be used with it.
     """
     composition = parse(spec)
-    return KVCache(config, codec=composition.codec, policy=composition.policy)
+    return KVCache(config, **vars(composition))
 
 
 def one_of_each(budget: int = 1024) -> list[str]:

@@ -19,23 +19,32 @@ class Segment:
     """Keys and values of some tokens.
 
     `positions` `[rows, kv_heads or 1, tokens]` (rows: batch or 1) holds each slot's logical position, -1 for an empty
-    slot; None means that the slots hold consecutive tokens from `start` on.
+    slot; None means that the first `sinks` slots hold the tokens 0 … sinks - 1, and the others consecutive tokens from
+    `start` on.
     """
 
     keys: Encoded
     values: Encoded
     start: int = 0
     positions: torch.Tensor | None = None
+    sinks: int = 0
 
     @property
     def tokens(self) -> int:
         return self.keys.tokens
 
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Where there are no positions: runs of consecutive tokens in the slots, (first one, one past the last)."""
+        runs = [(0, self.sinks), (self.start, self.start + self.tokens - self.sinks)]
+        return [(start, stop) for start, stop in runs if stop > start] or runs[1:]
+
     def logical(self, device: torch.device) -> torch.Tensor:
         """The positions, written out."""
         if self.positions is not None:
             return self.positions.long()
-        return torch.arange(self.start, self.start + self.tokens, device=device)[None, None]
+        runs = [torch.arange(start, stop, device=device) for start, stop in self.runs]
+        return (torch.cat(runs) if len(runs) > 1 else runs[0])[None, None]
 
 
 @dataclass
@@ -43,7 +52,7 @@ class KVView:
     """The tokens that the queries of one forward may attend to.
 
     Args:
-        segments: what is stored, oldest first, and last the tokens of this forward.
+        segments: what is stored, and the tokens of this forward.
         seen: logical length, the tokens of this forward included.
         queries: tokens of this forward.
         dtype: the model's dtype.
@@ -72,7 +81,10 @@ class KVView:
     @property
     def in_order(self) -> bool:
         """Whether slot i holds the token of logical position i, so that a mask needs no gathering."""
-        return all(segment.positions is None for segment in self.segments)
+        if any(segment.positions is not None for segment in self.segments):
+            return False
+        runs = [run for segment in self.segments for run in segment.runs]
+        return all(start == before for (start, _), (_, before) in zip(runs, [(0, 0), *runs], strict=False))
 
     @property
     def plain(self) -> bool:
@@ -95,6 +107,16 @@ class KVView:
     def values(self) -> torch.Tensor:
         """All values, decoded: `[batch, kv_heads, tokens, head_dim]`."""
         return self._decode("values")
+
+    def in_time(self, side: str) -> torch.Tensor:
+        """The "keys" or "values" of a view that keeps all tokens, decoded and in order: `[batch, kv_heads, seen,
+        head_dim]`; zero for padding."""
+        x = self._decode(side)
+        if self.in_order:
+            return x
+        positions = self.positions()
+        index = torch.where(positions < 0, self.seen, positions)[..., None].expand_as(x)
+        return x.new_zeros(*x.shape[:2], self.seen + 1, x.shape[-1]).scatter_(2, index, x)[:, :, : self.seen]
 
     def _decode(self, side: str) -> torch.Tensor:
         parts = [getattr(segment, side).decode(self.dtype) for segment in self.segments]
@@ -212,7 +234,7 @@ class KVTensor(torch.Tensor):
         slot = 0 if self.side == "keys" else 1
         if self.pair[slot] is None:
             # The handle claims contiguous strides, which a first forward's keys need not have.
-            self.pair[slot] = getattr(self.kv, self.side)().contiguous()
+            self.pair[slot] = self.kv.in_time(self.side).contiguous()
             if all(side is not None for side in self.pair):
                 self.kv.done(None, None)
         return self.pair[slot]

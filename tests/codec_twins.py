@@ -37,26 +37,93 @@ def integer_parts(x, levels):
     return codes, torch.where(mirrored, -scale, scale), torch.where(mirrored, -zero, zero)
 
 
-def fp8_candidates(x):
-    """e4m3 values `[8, …, dim]`, scales `[8, …, 1]` and squared errors `[8, …, 1]` of the eight scales that are tried
-    within an octave: the smallest maps the largest element to 448, each next one is 2**(1/8) larger."""
+FP8 = {"e4m3": (torch.float8_e4m3fn, 448), "e5m2": (torch.float8_e5m2, 57344)}
+
+
+def fp8_candidates(x, kind="e4m3"):
+    """fp8 values `[8, …, dim]`, scales `[8, …, 1]` and squared errors `[8, …, 1]` of the eight scales that are tried
+    within an octave: the smallest maps the largest element to the format's largest, each next is 2**(1/8) larger."""
+    dtype, largest = FP8[kind]
     x = x.float()
-    least = x.abs().amax(-1, keepdim=True) / 448
+    least = x.abs().amax(-1, keepdim=True) / largest
     scales = torch.stack([bf16_above(least * 2.0 ** (phase / 8)) for phase in range(8)])
     step = torch.where(scales > 0, scales, torch.ones_like(scales))
-    values = (x / step).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    values = (x / step).clamp(-largest, largest).to(dtype).float()
     return values, scales, (values.double() * scales - x).square().sum(-1, keepdim=True)
+
+
+def channel_parts(x, levels, group_size):
+    """As `integer_parts`, for each channel over groups of tokens: codes `[batch, heads, tokens, dim]`, scale and zero
+    `[batch, heads, groups, dim]`."""
+    parts = [integer_parts(group.transpose(2, 3), levels) for group in x.split(group_size, dim=2)]
+    return [torch.cat([t.transpose(2, 3) for t in each], dim=2) for each in zip(*parts, strict=True)]
+
+
+def group_parts(x, levels, group_size):
+    """As `integer_parts`, for each group of channels: scale and zero `[…, groups]`."""
+    parts = [integer_parts(group, levels) for group in x.split(group_size, dim=-1)]
+    return [torch.cat(each, dim=-1) for each in zip(*parts, strict=True)]
+
+
+def unpacked(fields, bits, dim):
+    """Codes `[…, dim]` from the stored bytes, a channel at a time."""
+    low = min(bits, 2) if bits < 4 else bits
+    width = -(-dim * low // 8)
+    out = []
+    for channel in range(dim):
+        code = fields["codes"][..., channel % width].long() // 2 ** (low * (channel // width)) % 2**low
+        if bits == 3:
+            eighth = -(-dim // 8)
+            code = code + 4 * (fields["high"][..., channel % eighth].long() // 2 ** (channel // eighth) % 2)
+        out.append(code)
+    return torch.stack(out, dim=-1)
+
+
+def rotation(dim):
+    """What a vector is multiplied by, `[dim, dim]` in fp64: a sign for each channel, then Hadamard. A sign is negative
+    where the channel's number in binary has an odd number of "11", overlapping ones counted."""
+    pairs = [sum(a == b == "1" for a, b in zip(bin(i), bin(i)[1:], strict=False)) for i in range(dim)]
+    return torch.diag(torch.tensor([(-1.0) ** count for count in pairs])).double() @ hadamard(dim).double()
+
+
+def levels(bits):
+    """The levels of the rotated codec, fp64: t * (cubic + t * t) in units of a power of two."""
+    cubic, unit = {2: (71, 2**-7), 3: (163, 2**-9), 4: (459, 2**-12)}[bits]
+    return torch.tensor([t * (cubic + t * t) * unit for t in range(1 - 2**bits, 2**bits, 2)]).double()
+
+
+def rotated_parts(x, bits, group_size=None):
+    """Codes, scale `[…, tokens, 1]` and offset `[…, groups, dim]` (or None) of the rotated codec, all in fp64."""
+    y, offset = x.double() @ rotation(x.shape[-1]), None
+    if group_size is not None:
+        offset = torch.stack([group.mean(2) for group in y.split(group_size, dim=2)], dim=2).bfloat16().double()
+        y = torch.cat([g - offset[:, :, i, None] for i, g in enumerate(y.split(group_size, dim=2))], dim=2)
+    table = levels(bits)
+    scale = y.square().mean(-1, keepdim=True).sqrt() * {2: 0.8053, 3: 0.7418, 4: 1.0739}[bits]
+    for _ in range(2):
+        step = torch.where(scale > 0, scale, torch.ones_like(scale))
+        codes = ((y / step)[..., None] - table).abs().argmin(-1)
+        level = table[codes]
+        scale = ((y * level).sum(-1, keepdim=True) / level.square().sum(-1, keepdim=True)).bfloat16().double()
+    return codes, scale, offset
+
+
+def rotated_values(codes, scale, offset, bits, group_size=None):
+    """What the parts stand for, fp64 `[…, tokens, dim]`."""
+    y = levels(bits)[codes.long()] * scale.double()
+    if offset is not None:
+        groups = y.split(group_size, dim=2)
+        y = torch.cat([g + offset[:, :, i, None].double() for i, g in enumerate(groups)], dim=2)
+    return y @ rotation(y.shape[-1]).T
+
+
+def rotated(x, bits, group_size=None):
+    return rotated_values(*rotated_parts(x, bits, group_size), bits, group_size).to(x.dtype)
 
 
 def int8(x):
     codes, scale, zero = integer_parts(x, 255)
     return (codes * scale + zero).to(x.dtype)
-
-
-def int4(x):
-    rotation = hadamard(x.shape[-1])
-    codes, scale, zero = integer_parts(x.float() @ rotation, 15)
-    return ((codes * scale + zero) @ rotation).to(x.dtype)
 
 
 def fp8(x):
@@ -65,4 +132,4 @@ def fp8(x):
     return (values * scales).take_along_dim(best, dim=0)[0].to(x.dtype)
 
 
-ROUND_TRIPS = {"dense": lambda x: x, "fp8": fp8, "int8": int8, "int4": int4}
+ROUND_TRIPS = {"dense": lambda x: x, "fp8": fp8, "int8": int8}

@@ -35,7 +35,8 @@ class Keep:
     """What one layer stores: the first `sinks` and the last `window` real tokens, or all of them (`window=None`).
 
     `compact`: the sinks are attended as if they stood right before the window. `keys` and `values` map what came in
-    (`[..., head_dim]`) to what a codec gives back.
+    (`[kv_heads, tokens, head_dim]`) to what a codec gives back. With a `group` all tokens are stored, the first `sinks`
+    and at least the last `residual` of them as they came in, and what lies between in whole groups.
     """
 
     sinks: int = 0
@@ -43,12 +44,28 @@ class Keep:
     compact: bool = False
     keys: Callable = unchanged
     values: Callable = unchanged
+    residual: int = 0
+    group: int | None = None
 
     def stored(self, seen):
         """Indices of the real tokens that are stored once `seen` of them were seen, in order."""
         if self.window is None:
             return list(range(seen))
         return sorted({*range(min(self.sinks, seen)), *range(max(seen - self.window, 0), seen)})
+
+    def settled(self, seen):
+        """How many of the `seen` tokens are sinks or encoded."""
+        return self.sinks + self.group * (max(seen - self.residual - self.sinks, 0) // self.group)
+
+    def read_back(self, side, x):
+        """What is held of all tokens of a row, `x` `[kv_heads, seen, head_dim]`, its "keys" or "values"."""
+        codec = getattr(self, side)
+        if self.group is None:
+            return codec(x)
+        end = self.settled(x.shape[1])
+        if end <= self.sinks:
+            return x
+        return torch.cat([x[:, : self.sinks], codec(x[:, self.sinks : end]), x[:, end:]], dim=1)
 
 
 def rotate(x, inv_freq, shift):
@@ -65,9 +82,9 @@ class SlowLayer:
 
     def __init__(self, keep, inv_freq=None):
         self.keep, self.inv_freq = keep, inv_freq
-        self.keys = self.values = (
-            None  # every real token ever seen, [kv_heads, seen, head_dim], as the codec returns it
-        )
+        # Every real token ever seen, [kv_heads, seen, head_dim], as the codec returns it; and as it came in.
+        self.keys = self.values = None
+        self.raw = None
         self.stored = []
         self.recording = False  # nothing is dropped until the next `crop`
 
@@ -94,24 +111,30 @@ class SlowLayer:
         return scores.masked_fill(future, -torch.inf).softmax(-1) @ values
 
     def store(self, key, value):
-        key, value = self.keep.keys(key), self.keep.values(value)
+        new = (key, value)
+        self.raw = new if self.raw is None else [torch.cat(pair, dim=1) for pair in zip(self.raw, new, strict=True)]
+        if self.keep.group is None:
+            new = self.keep.keys(key), self.keep.values(value)
         first = self.seen
-        self.keys = key if self.keys is None else torch.cat([self.keys, key], dim=1)
-        self.values = value if self.values is None else torch.cat([self.values, value], dim=1)
+        self.keys = new[0] if self.keys is None else torch.cat([self.keys, new[0]], dim=1)
+        self.values = new[1] if self.values is None else torch.cat([self.values, new[1]], dim=1)
         self.stored += range(first, self.seen)
         if not self.recording:
-            self._drop()
+            self._settle()
 
-    def _drop(self):
+    def _settle(self):
         survivors = set(self.keep.stored(self.seen))
         self.stored = [i for i in self.stored if i in survivors]
+        if self.keep.group is not None and self.seen:
+            self.keys, self.values = map(self.keep.read_back, ("keys", "values"), self.raw)
 
     def crop(self, count):
         """The last `count` tokens were never there. Only meaningful while none of them took another's place."""
-        if count:
+        if count and self.seen:
+            self.raw = [x[:, :-count] for x in self.raw]
             self.keys, self.values = self.keys[:, :-count], self.values[:, :-count]
             self.stored = [i for i in self.stored if i < self.seen]
-        self._drop()
+        self._settle()
 
     def copy(self):
         twin = copy.copy(self)

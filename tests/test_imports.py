@@ -20,7 +20,7 @@ FLOORS = [
     {"view"},
     {"stores", "policies", "kernels", "rope", "sharing", "probe"},
     {"layer", "attention"},
-    {"memory"},
+    {"memory", "residual"},
     {"cache"},
     {"recipes", "spec", "shapes"},
     {"planning"},

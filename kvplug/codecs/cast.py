@@ -13,7 +13,8 @@ from kvplug.codecs.base import Codec, Encoded, Field, Linear, bf16_above
 
 # Scales are kept in bf16 whatever the model's type: an fp16 scale would underflow for groups of tiny values.
 SCALE_DTYPE = torch.bfloat16
-E4M3_MAX = 448.0
+# By name: torch's type, and the largest number that it holds.
+FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 # An fp8 element's error depends on where it lies between two powers of two, so scales within an octave are tried, and
 # the one with the least squared error is kept: it is the few largest channels that gain.
 PHASES = 8
@@ -42,12 +43,23 @@ class Plain(Codec):
 
 @dataclass(frozen=True)
 class Float8(Codec):
-    """fp8 e4m3 with one scale a token and head, the best of eight under which no element exceeds 448.
+    """fp8 with one scale a token and head, the best of eight under which no element exceeds the largest number.
 
-    Format: Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (arXiv:2209.05433).
+    Formats: Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (arXiv:2209.05433).
+
+    Args:
+        format: "e4m3" (3 bits of mantissa, up to 448) or "e5m2" (2 bits, up to 57,344).
     """
 
-    name: str = "fp8"
+    format: str = "e4m3"
+
+    def __post_init__(self):
+        if self.format not in FORMATS:
+            raise ValueError(f"format={self.format!r} is not accepted; use one of {', '.join(FORMATS)}")
+
+    @property
+    def name(self) -> str:
+        return "fp8" if self.format == "e4m3" else f"fp8_{self.format}"
 
     def fields(self, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return Field("codes", dim, torch.uint8), Field("scale", 1, SCALE_DTYPE, "scales")
@@ -60,21 +72,26 @@ class Float8(Codec):
         return Encoded(self, {"codes": codes, "scale": scale}, x.shape[-1])
 
     def _encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        least = x.abs().amax(-1, keepdim=True) / E4M3_MAX
+        dtype, largest = FORMATS[self.format]
+        least = x.abs().amax(-1, keepdim=True) / largest
         phases = 2.0 ** (torch.arange(PHASES, device=x.device) / PHASES)
         scale = bf16_above((least * phases)[..., None])  # [batch, kv_heads, tokens, phases, 1]
         divisor = torch.where(scale > 0, scale, 1.0)
         scaled = x[..., None, :] / divisor
-        codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        codes = scaled.clamp(-largest, largest).to(dtype)
         error = ((codes.float() - scaled) * divisor).square().sum(-1, keepdim=True)
         best = error.argmin(-2, keepdim=True)
         codes = codes.view(torch.uint8).take_along_dim(best, dim=-2)
         return codes.squeeze(-2), scale.take_along_dim(best, dim=-2).squeeze(-2).to(SCALE_DTYPE)
 
     def linear(self, encoded: Encoded) -> Linear:
+        scale = encoded.fields["scale"].float().transpose(-1, -2)
+        bits = encoded.fields["codes"].view(torch.int8).to(torch.int16)
+        if self.format == "e5m2":
+            # The upper byte of an fp16.
+            return Linear(bits.bitwise_left_shift_(8).view(torch.float16).float(), scale)
         # The bits of an e4m3 shifted under an fp16's are that number times 2^-8 (the difference of the exponents'
         # biases), subnormals included; on CPUs this is a few times faster than the cast. Widening repeats the sign, so
         # one copy of it has to be cleared. 0x7F (NaN) is never written.
-        bits = encoded.fields["codes"].view(torch.int8).to(torch.int16)
         codes = bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float()
-        return Linear(codes, encoded.fields["scale"].float().transpose(-1, -2) * 256.0)
+        return Linear(codes, scale * 256.0)

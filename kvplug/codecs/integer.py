@@ -1,7 +1,6 @@
 """Integer codecs, token-wise: one scale and one zero point for each token and head, asymmetric.
 
-int8 codes are stored as they are; int4 is encoded after a Hadamard rotation along head_dim and packed two to a byte.
-The codes are chosen against the scale and zero point as stored, so rounding those to 16 bits adds no error of its own.
+Codes are chosen against the scale and zero point as stored: rounding those must never add an error of its own.
 """
 
 from __future__ import annotations
@@ -10,19 +9,20 @@ from dataclasses import dataclass
 
 import torch
 
-from kvplug.codecs.base import Codec, Encoded, Field, Linear, bf16_above, bf16_below, rotate_blocks
+from kvplug.codecs.base import Codec, Encoded, Field, Linear, bf16_above, bf16_below
 from kvplug.codecs.cast import SCALE_DTYPE
+from kvplug.codecs.packing import PLANES, code_fields, pack, unpack
 
 
-def quantize(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Asymmetric rounding along the last dimension to the codes 0 … levels.
+def quantize(x: torch.Tensor, levels: int, along: int = -1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Asymmetric rounding to the codes 0 … levels of each group, which is what lies along one dimension.
 
-    x fp32 `[..., dim]` → codes uint8 `[..., dim]`, scale and zero `[..., 1]` in 16 bits. The zero point is the end of
+    x fp32 → codes uint8 of its shape, scale and zero in 16 bits with `along` reduced to 1. The zero point is the end of
     the range that is smaller in magnitude; it is rounded outwards and the scale up, so every element lies within the
     codes' range and comes back within half of the stored scale.
     """
-    low, high = x.aminmax(dim=-1, keepdim=True)
-    # Where the lower end is the larger one, the vector is mirrored, and scale and zero point are stored negative.
+    low, high = x.aminmax(dim=along, keepdim=True)
+    # Where the lower end is the larger one, the group is mirrored, and scale and zero point are stored negative.
     sign = torch.where(low + high < 0, -1.0, 1.0)
     near = bf16_below(torch.minimum(low * sign, high * sign))
     far = torch.maximum(low * sign, high * sign)
@@ -32,74 +32,37 @@ def quantize(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor, 
     return codes, (scale * sign).to(SCALE_DTYPE), (near * sign).to(SCALE_DTYPE)
 
 
-def pack_halves(codes: torch.Tensor) -> torch.Tensor:
-    """4-bit codes `[..., dim]` → bytes `[..., ceil(dim / 2)]`.
-
-        byte i:   bits 0–3 = channel i      bits 4–7 = channel i + ceil(dim / 2)
-
-    Unpacking is a mask and a shift, without shuffling channels.
-    """
-    half = (codes.shape[-1] + 1) // 2
-    low, high = codes[..., :half], codes[..., half:]
-    if high.shape[-1] < half:
-        high = torch.nn.functional.pad(high, (0, half - high.shape[-1]))
-    return low | (high << 4)
-
-
-def unpack_halves(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """The inverse of `pack_halves`: uint8 codes `[..., dim]`."""
-    return torch.cat([packed & 0x0F, packed >> 4], dim=-1)[..., :dim]
+def check_bits(bits: int) -> None:
+    """Raises ValueError where no codes of `bits` bits can be packed."""
+    if bits not in PLANES:
+        raise ValueError(f"bits={bits!r} is not accepted; use one of {', '.join(map(str, PLANES))}")
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
-    """8 bits a channel, one scale and one zero point a token and head."""
+class PerToken(Codec):
+    """2, 3, 4 or 8 bits a channel, one scale and one zero point a token and head.
 
-    name: str = "int8"
-
-    def fields(self, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        return (
-            Field("codes", dim, torch.uint8),
-            Field("scale", 1, SCALE_DTYPE, "scales"),
-            Field("zero", 1, SCALE_DTYPE, "scales"),
-        )
-
-    def encode(self, x: torch.Tensor) -> Encoded:
-        codes, scale, zero = quantize(x.float(), 255)
-        return Encoded(self, {"codes": codes, "scale": scale, "zero": zero}, x.shape[-1])
-
-    def linear(self, encoded: Encoded) -> Linear:
-        f = encoded.fields
-        return Linear(f["codes"].float(), f["scale"].float().transpose(-1, -2), f["zero"].float().transpose(-1, -2))
-
-
-@dataclass(frozen=True)
-class Int4(Codec):
-    """4 bits a channel after a Hadamard rotation along head_dim, one scale and one zero point a token and head.
-
-    The rotation spreads outlier channels over the vector: Ashkboos et al., "QuaRot", 2024 (arXiv:2404.00456).
+    The value side of Liu et al., "KIVI", 2024 (arXiv:2402.02750), with the whole head as one group.
     """
 
-    name: str = "int4"
+    bits: int = 8
+
+    def __post_init__(self):
+        check_bits(self.bits)
+
+    @property
+    def name(self) -> str:
+        return "int8" if self.bits == 8 else f"int{self.bits}_token"
 
     def fields(self, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        return (
-            Field("codes", (dim + 1) // 2, torch.uint8),
-            Field("scale", 1, SCALE_DTYPE, "scales"),
-            Field("zero", 1, SCALE_DTYPE, "scales"),
-        )
-
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        return rotate_blocks(x)
-
-    def unrotate(self, x: torch.Tensor) -> torch.Tensor:
-        return rotate_blocks(x)
+        scales = (Field(name, 1, SCALE_DTYPE, "scales") for name in ("scale", "zero"))
+        return (*code_fields(dim, self.bits), *scales)
 
     def encode(self, x: torch.Tensor) -> Encoded:
-        codes, scale, zero = quantize(self.rotate(x), 15)
-        return Encoded(self, {"codes": pack_halves(codes), "scale": scale, "zero": zero}, x.shape[-1])
+        codes, scale, zero = quantize(x.float(), (1 << self.bits) - 1)
+        return Encoded(self, {**pack(codes, self.bits), "scale": scale, "zero": zero}, x.shape[-1])
 
     def linear(self, encoded: Encoded) -> Linear:
         f = encoded.fields
-        codes = unpack_halves(f["codes"], encoded.dim).float()
+        codes = unpack(f, self.bits, encoded.dim).float()
         return Linear(codes, f["scale"].float().transpose(-1, -2), f["zero"].float().transpose(-1, -2))

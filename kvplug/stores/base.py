@@ -20,6 +20,7 @@ class Held:
     keys: int = 0
     values: int = 0
     scales: int = 0
+    residual: int = 0
     tables: int = 0
     spare: int = 0
 

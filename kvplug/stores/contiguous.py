@@ -10,11 +10,13 @@ from collections.abc import Iterator
 
 import torch
 
-from kvplug.codecs import Codec, Encoded, Plain
+from kvplug.codecs import Codec, Encoded, Field, Plain
 from kvplug.stores.base import Held, Store
 from kvplug.stores.slots import Admission
 
 SLAB = 256
+# Tokens up to which both sides are encoded in one pass: what costs there is the number of operations.
+FEW = 64
 
 # Buffers must be ordinary tensors even when they are made under `torch.inference_mode`: a later step may run outside of
 # it, and would not be allowed to write to them.
@@ -37,19 +39,30 @@ class Side:
     def __init__(self, codec: Codec):
         self.codec = codec
         self.dim = 0
+        self.fields: dict[str, Field] = {}
         self.buffers: dict[str, torch.Tensor] = {}
 
     def allocate(self, x: torch.Tensor) -> None:
         self.dim = x.shape[-1]
+        self.codec.check(self.dim)
         batch, heads = x.shape[:2]
+        self.fields = {f.name: f for f in self.codec.fields(self.dim, x.dtype)}
         self.buffers = {
-            f.name: torch.zeros(batch, heads, 0, f.width, dtype=f.dtype, device=x.device)
-            for f in self.codec.fields(self.dim, x.dtype)
+            f.name: torch.zeros(batch, heads, 0, f.width, dtype=f.dtype, device=x.device) for f in self.fields.values()
         }
 
+    def reserve(self, used: int, capacity: int) -> None:
+        # One buffer at a time: the old one is freed before the next grows.
+        for name, f in self.fields.items():
+            self.buffers[name] = grown(self.buffers[name], f.rows(used), f.rows(capacity))
+
+    def write(self, start: int, block: dict[str, torch.Tensor]) -> None:
+        """Writes encoded tokens from slot `start` on, a multiple of the codec's granule."""
+        for name, rows in block.items():
+            self.buffers[name].narrow(2, start // self.fields[name].every, rows.shape[2]).copy_(rows)
+
     def view(self, start: int, length: int) -> Encoded:
-        fields = {name: buffer.narrow(2, start, length) for name, buffer in self.buffers.items()}
-        return Encoded(self.codec, fields, self.dim)
+        return Encoded(self.codec, self.buffers, self.dim).narrow(start, length)
 
 
 def grown(buffer: torch.Tensor, used: int, capacity: int, fill: int = 0) -> torch.Tensor:
@@ -94,20 +107,17 @@ class ContiguousStore(Store):
             return
         capacity = capacity_for(length, self.limit)
         for side in (self.keys, self.values):
-            # One buffer at a time: the old one is freed before the next grows.
-            for name in side.buffers:
-                side.buffers[name] = grown(side.buffers[name], self.length, capacity)
+            side.reserve(self.length, capacity)
         if self._positions is not None:
             self._positions = grown(self._positions, self.length, capacity, fill=-1)
         self.capacity = capacity
 
-    def _encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[dict, dict]:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[dict, dict]:
         """The fields of both sides."""
         one, other = self.keys.codec, self.values.codec
-        few = keys.shape[2] == 1 and keys.shape == values.shape
+        few = keys.shape[2] <= FEW and keys.shape == values.shape
         if one != other or not few or isinstance(one, Plain):
             return one.encode(keys).fields, other.encode(values).fields
-        # One token is a handful of numbers: what costs is the number of operations, and one pass needs half of them.
         both = one.encode(torch.cat([keys, values])).fields
         return tuple({name: half[i] for name, half in ((n, x.chunk(2)) for n, x in both.items())} for i in (0, 1))
 
@@ -115,9 +125,8 @@ class ContiguousStore(Store):
         """Encodes and adds tokens after those that are there; `start` is the logical position of the first one."""
         tokens = keys.shape[2]
         self.reserve(self.length + tokens)
-        for side, encoded in zip((self.keys, self.values), self._encode(keys, values), strict=True):
-            for name, block in encoded.items():
-                side.buffers[name].narrow(2, self.length, tokens).copy_(block)
+        for side, encoded in zip((self.keys, self.values), self.encode(keys, values), strict=True):
+            side.write(self.length, encoded)
         if self._positions is not None:
             first = self.length if start is None else start
             numbers = torch.arange(first, first + tokens, dtype=torch.int32, device=self._positions.device)
@@ -134,7 +143,7 @@ class ContiguousStore(Store):
 
         if tokens > 1:
             keys, values = (x.gather(2, spread(admission.source, x.shape[-1])) for x in (keys, values))
-        for side, encoded in zip((self.keys, self.values), self._encode(keys, values), strict=True):
+        for side, encoded in zip((self.keys, self.values), self.encode(keys, values), strict=True):
             for name, block in encoded.items():
                 buffer = side.buffers[name]
                 index = spread(slots, block.shape[-1])
@@ -203,10 +212,10 @@ class ContiguousStore(Store):
         used = {"keys": 0, "values": 0, "scales": 0}
         total = 0
         for name, side in (("keys", self.keys), ("values", self.values)):
-            kinds = {f.name: f.kind for f in side.codec.fields(side.dim, torch.float32)}
-            for field, buffer in side.buffers.items():
-                share = buffer[:, :, : self.length].numel() * buffer.itemsize
-                used[name if kinds[field] == "codes" else "scales"] += share
+            for f in side.fields.values():
+                buffer = side.buffers[f.name]
+                share = buffer[:, :, : f.rows(self.length)].numel() * buffer.itemsize
+                used[name if f.kind == "codes" else "scales"] += share
                 total += buffer.numel() * buffer.itemsize
         tables = 0
         if self._positions is not None:

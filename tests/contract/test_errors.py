@@ -5,6 +5,7 @@ import torch
 import transformers
 
 import kvplug
+from kvplug.codecs import Rotated
 from kvplug.policies import SinkWindow, Window
 from tests import models
 
@@ -12,6 +13,29 @@ WRONG = {
     "dtype": (lambda m: kvplug.QuantCache(m, dtype="int5"), ["dtype", "int5", "int4", "int8", "fp8"]),
     "keys": (lambda m: kvplug.QuantCache(m, keys="in4"), ["keys", "in4", "int4"]),
     "values": (lambda m: kvplug.QuantCache(m, values="fp16x"), ["values", "fp16x", "fp8"]),
+    "scheme": (lambda m: kvplug.QuantCache(m, scheme="kivi"), ["scheme", "kivi", "channel", "rotated"]),
+    "scheme_of_fp8": (lambda m: kvplug.QuantCache(m, "fp8", scheme="channel"), ["scheme", "fp8", "int4"]),
+    "group_size_zero": (lambda m: kvplug.QuantCache(m, group_size=0), ["group_size", "0"]),
+    "group_size_of_int8": (lambda m: kvplug.QuantCache(m, "int8", group_size=8), ["group_size", "8"]),
+    "groups_that_do_not_divide": (lambda m: kvplug.KVCache(m, codec=(Rotated(4, 8), Rotated(4, 12))), ["8", "12"]),
+    "residual_negative": (lambda m: kvplug.QuantCache(m, residual=-1), ["residual", "-1", "0"]),
+    "residual_fraction": (lambda m: kvplug.QuantCache(m, residual=1.5), ["residual", "1.5"]),
+    "quant_sinks_negative": (lambda m: kvplug.QuantCache(m, sinks=-1), ["sinks", "-1", "0"]),
+    "residual_under_a_policy": (
+        lambda m: kvplug.KVCache(m, codec="int4", policy=Window(8), residual=4),
+        ["residual=4", "Window(window=8)", "policy"],
+    ),
+    "sinks_under_a_policy": (
+        lambda m: kvplug.KVCache(m, codec="int4", policy=Window(8), sinks=0),
+        ["sinks=0", "policy"],
+    ),
+    "residual_of_nothing": (lambda m: kvplug.KVCache(m, residual=4), ["residual=4", "codec"]),
+    "layer_dtypes_index": (lambda m: kvplug.QuantCache(m, layer_dtypes={2: "int8"}), ["layer_dtypes", "2", "0, 1"]),
+    "layer_dtypes_name": (lambda m: kvplug.QuantCache(m, layer_dtypes={"first": "int8"}), ["layer_dtypes", "first"]),
+    "layer_dtypes_dtype": (
+        lambda m: kvplug.QuantCache(m, layer_dtypes={0: "int5"}),
+        ["layer_dtypes[0]", "int5", "int8"],
+    ),
     "codec": (lambda m: kvplug.KVCache(m, codec="zip"), ["codec", "zip", "int4"]),
     "codec_of_window": (lambda m: kvplug.WindowCache(m, 8, codec="zip"), ["codec", "zip", "int4"]),
     "policy": (lambda m: kvplug.KVCache(m, policy="window"), ["policy", "window"]),
@@ -88,6 +112,11 @@ TYPOS = {
     "int4+int8": "int8",
     "int4:group=8": "group",
     "quant:keys=int3x": "int3x",
+    "int4:residual=few": "few",
+    "int4:sinks=-1": "sinks",
+    "dense:residual=4": "residual",
+    "int8:group_size=8": "group_size",
+    "window:window=8+int4:residual=4": "residual",
     "window": "window",
     "window:8": "8",
     "window:window": "window",

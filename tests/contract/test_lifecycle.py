@@ -113,7 +113,7 @@ def test_iterating_gives_keys_and_values_of_each_layer(model, kind):
         assert window is None
         assert keys.shape == (1, 2, len(kept), 16)
         # Slots need not be in order of time, and the second layer's inputs differ by rounding.
-        expected = keep.keys(all_keys[0, :, kept]), keep.values(all_values[0, :, kept])
+        expected = keep.read_back("keys", all_keys[0])[:, kept], keep.read_back("values", all_values[0])[:, kept]
         for ours, theirs in zip((keys[0], values[0]), expected, strict=True):
             distance = (ours[:, :, None] - theirs[:, None]).abs().amax(-1)
             matches = distance < 1e-4

@@ -29,7 +29,9 @@ from evals.lm_eval_model import CachedLM
 
 ROOT = Path(__file__).parents[2]
 EXACT = ["dense", "transformers:dynamic", "transformers:static"]
-LOSSY = ["int4", "window:window=8", "streaming:sinks=2,window=10+int8"]
+# By default the tokens of so short a text would all stay as they came in.
+INT4 = "int4:group_size=4,residual=0,sinks=0"
+LOSSY = [INT4, "window:window=8", "streaming:sinks=2,window=10+int8"]
 LINE = "The harbour was quiet at dawn, and the boats lay side by side along the wall. "
 # Without a space at the end, which the harness would move over to the continuation.
 TEXTS = [LINE[i : 40 + 9 * i].rstrip() for i in range(4)]
@@ -112,21 +114,21 @@ def test_a_lossy_cache_scores_what_was_read_back(folder, plain, through, cache, 
     expected = torch.tensor([by_hand(tiny, cache, *pair, step) for pair in PAIRS])
     assert torch.allclose(got, expected, rtol=0, atol=1e-4)
     # Ten times the rounding for 4 bits; a window of eight tokens is another context altogether.
-    least = 1e-3 if cache == "int4" else 0.1
+    least = 1e-3 if cache == INT4 else 0.1
     assert ((got - scores(plain)).abs() > least).all()
 
 
 def test_the_first_prediction_reads_back_too(plain, through):
     """A one-token answer is judged by logits that the prompt's own forward would give exactly."""
     pairs = [(text, "?") for text in TEXTS]
-    assert ((scores(through("int4"), pairs) - scores(plain, pairs)).abs() > 1e-4).all()
+    assert ((scores(through(INT4), pairs) - scores(plain, pairs)).abs() > 1e-4).all()
 
 
 def test_more_than_one_token_at_a_time_is_another_measurement(through):
     assert not torch.allclose(scores(through("window:window=8", step=8)), scores(through("window:window=8")), atol=0.1)
 
 
-@pytest.mark.parametrize("cache", ["dense", "int4"])
+@pytest.mark.parametrize("cache", ["dense", INT4])
 def test_what_greedy_decoding_would_say_is_told(folder, through, cache):
     """The continuation that the same cache generates is greedy; with its last letter changed it is not."""
     lm = through(cache)
@@ -144,7 +146,7 @@ def test_what_greedy_decoding_would_say_is_told(folder, through, cache):
 
 
 def test_answers_that_differ_in_their_last_token_are_fed_once(through, monkeypatch):
-    lm = through("int4")
+    lm = through(INT4)
     apart = torch.cat([scores(lm, [(TEXTS[0], letter)]) for letter in "ABCD"])
     fed = []
     real = models.forward
@@ -165,7 +167,7 @@ def test_whole_texts_are_read_back_in_steps(folder, through):
     texts = [LINE * 2, LINE[:30]]
     expected = rolled(HFLM(pretrained=folder, device="cpu", max_length=64, batch_size=2), texts)
     assert torch.allclose(rolled(through("dense", max_length=64, step=5), texts), expected, rtol=0, atol=1e-3)
-    assert ((rolled(through("int4", max_length=64, step=5), texts) - expected).abs() > 1e-2).all()
+    assert ((rolled(through(INT4, max_length=64, step=5), texts) - expected).abs() > 1e-2).all()
     assert ((rolled(through("window:window=8", max_length=64), texts) - expected).abs() > 1).all()
 
 
@@ -193,13 +195,13 @@ def test_generation_goes_through_the_cache(folder, plain, through, cache, batch_
         )
         expected = tiny.tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert said == expected.split("\n")[0]
-    if cache != "int4":
+    if cache != INT4:
         assert got != generated(plain)
 
 
 @pytest.mark.parametrize("kind", ["score", "generate"])
 def test_a_model_that_leaves_the_cache_alone_is_a_fault(through, monkeypatch, kind):
-    lm = through("int4")
+    lm = through(INT4)
     if kind == "score":
         monkeypatch.setattr(models, "forward", lambda model, ids, cache, **others: model(ids, use_cache=False))
     else:

@@ -108,7 +108,20 @@ def test_numbers_survive_the_journal_bit_for_bit(tmp_path):
 def launched(folder, processes, tmp_path):
     """The report of `evals.perplexity` in one or more processes, each on one thread."""
     out = tmp_path / f"by {processes}"
-    options = ["--model", folder, "--prefill", 30, "--length", 90, "--windows", 3, "--cache", "int4", "--out", out]
+    options = [
+        "--model",
+        folder,
+        "--prefill",
+        30,
+        "--length",
+        90,
+        "--windows",
+        3,
+        "--cache",
+        "int4:residual=0",
+        "--out",
+        out,
+    ]
     options += ["--cache", "window:window=30"]
     start = [sys.executable, "-m"]
     if processes > 1:

@@ -75,7 +75,7 @@ def test_a_wrong_row_of_a_batch_is_seen(tiny):
 def test_spare_capacity_is_not_content(tiny):
     """At 20 tokens int4 reserves more than the full cache holds, and may differ; full precision may not."""
     tile, token = throughput.real_states(tiny)
-    order = [specs.REFERENCE, "int4", "dense"]
+    order = [specs.REFERENCE, "int4:group_size=4,residual=0,sinks=0", "dense"]
     three = [Entrant(spec, throughput.filled(spec, tiny.model, tile, 20, 30)) for spec in order]
     three[2].cache.layers[0].values.neg_()
     throughput.check(tiny.model, three, token)

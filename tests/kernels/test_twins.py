@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvplug import kernels
-from kvplug.codecs import CODECS
+from kvplug.codecs import GroupWise, PerChannel, PerToken, Rotated, get_codec
 from kvplug.kernels import blocks, dense, reference
 from kvplug.view import KVView, Segment
 
@@ -18,6 +18,13 @@ PARTS = {
     "int4_and_new": [("int4", "int4", 33), ("dense", "dense", 1)],
     "fp8_and_new": [("fp8", "fp8", 300), ("dense", "dense", 3)],
     "mixed": [("dense", "int8", 4), ("int8", "int4", 50), ("dense", "dense", 2)],
+    # Groups of tokens of which the last is short, and some that need several blocks.
+    "int4_in_groups": [("int4", "int4", 150), ("dense", "dense", 5)],
+    "int3_and_int2": [(Rotated(3, 8), Rotated(2, 8), 50), ("dense", "dense", 1)],
+    "int2_by_token": [(Rotated(2, None), Rotated(3, None), 37)],
+    "channel_and_token": [(PerChannel(4, 16), PerToken(4), 50), ("dense", "dense", 3)],
+    "channel_and_rotated": [(PerChannel(2, 16), Rotated(4, 8), 48), ("dense", "dense", 3)],
+    "group_and_fp8_e5m2": [(GroupWise(4, 4), "fp8_e5m2", 37), ("fp8_e5m2", GroupWise(3, 4), 9)],
 }
 MASKS = ["none", "bool", "additive", "bool_by_head", "additive_by_kv_head"]
 
@@ -29,7 +36,7 @@ def view_of(parts, batch=2, kv_heads=2, width=16, value_width=16, seed=0, querie
         return torch.randn(batch, kv_heads, tokens, dim, generator=generator) * 2 + 0.3
 
     segments = [
-        Segment(CODECS[keys].encode(draw(tokens, width)), CODECS[values].encode(draw(tokens, value_width)))
+        Segment(get_codec(keys).encode(draw(tokens, width)), get_codec(values).encode(draw(tokens, value_width)))
         for keys, values, tokens in parts
     ]
     tokens = sum(part[2] for part in parts)

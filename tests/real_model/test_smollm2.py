@@ -90,16 +90,18 @@ def text(smollm2):
     return smollm2.tokenizer(pydoc_data.topics.topics["assignment"], return_tensors="pt").input_ids[:, :420]
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("int8", 8.6), ("fp8", 8.3), ("int4", 4.6)])
+@pytest.mark.parametrize(("dtype", "limit"), [("int8", 8.6), ("fp8", 8.3), ("int4:residual=0,sinks=0", 8.8)])
 def test_generate_itself_compresses(smollm2, text, dtype, limit):
-    """Bits of an element as held, all but spare capacity: counted from the storages and from the model's shape."""
+    """Bits of an element as held, all but spare capacity: counted from the storages and from the model's shape. int4
+    has 4.5, and 47 of the 303 tokens wait for their group in fp32: 0.155 × 32 + 0.845 × 4.5 = 8.77."""
     model, config = smollm2.model, smollm2.model.config
-    cache = kvplug.QuantCache(model, dtype=dtype)
+    cache = kvplug.from_spec(dtype, model)
     made = model.generate(text[:, :300], past_key_values=cache, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     kvplug.detach(model)
     seen = made.shape[1] - 1
     elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * seen
-    assert all(t.dtype in (torch.uint8, torch.bfloat16) for t in tensors(cache))
+    plain = sum(t.numel() for t in tensors(cache) if t.dtype not in (torch.uint8, torch.bfloat16))
+    assert plain == 0 or "int4" in dtype
     report = cache.memory()
     assert report.total == bytes_held(cache)
     assert report.elements == elements

@@ -21,7 +21,7 @@ def block(tokens, batch=2, heads=3, dim=16, seed=0):
 
 
 def filled(keys, values, tokens=0, **options):
-    store = ContiguousStore(CODECS[keys], CODECS[values], **options)
+    store = ContiguousStore(CODECS[keys].tokenwise(), CODECS[values].tokenwise(), **options)
     store.allocate(block(0), block(0, dim=8))
     if tokens:
         store.append(block(tokens), block(tokens, dim=8, seed=1))
@@ -34,7 +34,8 @@ def contents(store):
 
 
 def once(codec, x):
-    return CODECS[codec].decode(CODECS[codec].encode(x), x.dtype)
+    codec = CODECS[codec].tokenwise()
+    return codec.decode(codec.encode(x), x.dtype)
 
 
 PAIRS = [("dense", "dense"), ("fp8", "int4"), ("int8", "dense"), ("int4", "int4")]
