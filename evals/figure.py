@@ -70,6 +70,24 @@ def counts(axes, values: list[int]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
+def heat_map(axes, values: list[list[float]], across: list[str], down: list[str]):
+    """Shares from 0 to 1 as coloured cells with their figure in each, first row on top; returns what a bar can explain.
+
+    The colours run from dark to light in grey as well, and stay apart for every kind of colour vision.
+    """
+    colored = axes.pcolormesh(values, cmap="cividis", vmin=0, vmax=1, edgecolors="white", linewidth=1.5)
+    for row, line in enumerate(values):
+        for column, value in enumerate(line):
+            shade = "black" if value > 0.4 else "white"
+            axes.text(column + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", fontsize=8, color=shade)
+    axes.invert_yaxis()
+    axes.set_xticks([i + 0.5 for i in range(len(across))], across)
+    axes.set_yticks([i + 0.5 for i in range(len(down))], down)
+    axes.tick_params(labelsize=9, length=0)
+    axes.spines[:].set_visible(False)
+    return colored
+
+
 def save(figure, path: Path) -> None:
     """Writes a figure to a PNG file, and lets go of it."""
     figure.savefig(path)

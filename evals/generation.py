@@ -72,7 +72,6 @@ class Generation(Eval):
             cache = specs.build(spec, model, capacity=fed)
             tokens = generate(model, prompt, cache, self.new_tokens)
             memory = held.counted(cache, model, fed)
-            memory["elements"] = held.elements(cache)
             memory["peak_device_bytes"] = held.peak_since(model.device, before)
         tick(self.new_tokens)
         return {"tokens": tokens, "text": self.loaded.tokenizer.decode(tokens), "memory": memory}
@@ -83,9 +82,6 @@ class Generation(Eval):
 
     def entry(self, spec: str, records: list[dict], full: list[dict]) -> dict:
         """One cache beside the full one, over all prompts."""
-        memory, elements = records[-1]["memory"], full[-1]["memory"]["elements"]
-        bits = 8 * memory["held_bytes"] / elements if elements else None
-        of_full = memory["held_bytes"] / full[-1]["memory"]["held_bytes"]
         written = [record["tokens"] for record in records]
         wanted = [record["tokens"] for record in full]
         return {
@@ -95,7 +91,7 @@ class Generation(Eval):
             "texts": [
                 {"prompt": i, "tokens": record["tokens"], "text": record["text"]} for i, record in enumerate(records)
             ],
-            "memory": {**memory, "elements": elements, "bits_held": bits, "of_full": of_full},
+            "memory": held.beside(records[-1]["memory"], full[-1]["memory"]),
         }
 
     def tables(self, result: dict) -> list[report.Table]:

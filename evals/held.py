@@ -14,26 +14,36 @@ import torch
 LEAVES = (str, bytes, int, float, bool, complex, type, ModuleType, FunctionType, BuiltinFunctionType, torch.dtype)
 
 
-def counted(cache, model, tokens: int, full: int | None = None) -> dict:
+def counted(cache, model, tokens: int) -> dict:
     """What `cache` holds after `tokens` tokens, as every result tells it.
 
     Measured from outside for every cache; kvplug's own report stands beside it, and `report_agrees` compares the two.
-
-    Args:
-        full: elements of K and V that a full cache has for the same tokens, where that is known.
     """
     held = held_bytes(cache, outside=model)
     own = cache.memory() if hasattr(cache, "memory") else None
     return {
         "held_bytes": held,
         "bytes_per_token": held / tokens,
-        "bits_held": 8 * held / full if full else None,
         "bits_stored": own.bits_per_element if own else None,
         "drops_tokens": bool(own and own.tokens_kept < own.tokens_seen),
         "tokens_seen": tokens,
         "report": asdict(own) if own else None,
         "report_agrees": own.total == held if own else None,
+        # Keys and values of a kvplug cache would be decoded to be looked at.
+        "elements": None if own else elements(cache),
     }
+
+
+def beside(own: dict, full: dict) -> dict:
+    """The memory of a cache, as `counted` gives it, beside that of the full cache after the same tokens.
+
+    Returns:
+        `own` with `elements` (scalars of K and V in the full cache), `bits_held` (bits held for each of them, None
+        where there are none) and `of_full` (bytes held, as a share of the full cache's).
+    """
+    elements = full["elements"]
+    bits = 8 * own["held_bytes"] / elements if elements else None
+    return {**own, "elements": elements, "bits_held": bits, "of_full": own["held_bytes"] / full["held_bytes"]}
 
 
 def elements(cache) -> int:

@@ -14,7 +14,7 @@ from evals import figure, report, specs
 NONE = "none"
 # Steps whose median is one point of the latency's line: a single one may be held up by another program.
 BLOCK = 16
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def tables(result: dict) -> list[report.Table]:

@@ -4,7 +4,6 @@ The harness scores a text with one forward, which reads nothing back. Must never
 and what is scored after it reads back what the cache kept.
 """
 
-import inspect
 import sys
 from collections import defaultdict
 from dataclasses import fields
@@ -16,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from evals import models, specs
 from evals.errors import InputError, first_line
+from kvplug import compat
 from kvplug.policies import POLICIES
 
 try:
@@ -141,10 +141,11 @@ class CachedLM(HFLM):
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **arguments) -> torch.Tensor:
         """`[batch, tokens]` that follow `context` `[batch, tokens]`, padded on the left, through one cache."""
-        spelling = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
         with specs.routed(self.spec, self.model):
             cache = specs.build(self.spec, self.model, capacity=max_length)
-            made = super()._model_generate(context, max_length, stop, **{spelling: cache}, **arguments)
+            made = super()._model_generate(
+                context, max_length, stop, **{compat.cache_argument(self.model): cache}, **arguments
+            )
             # The last token that was generated is never fed.
             self._must_have_seen(cache, made.shape[1] - 1)
         return made

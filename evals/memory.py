@@ -172,7 +172,6 @@ class Memory(Eval):
             "predicted_bytes": planned,
             "refused": refused,
             "memory": memory,
-            "elements": held.elements(cache) if spec == specs.REFERENCE else None,
             "peak_prompt_bytes": prompt,
             "peak_decoding_bytes": decoding,
         }
@@ -203,15 +202,12 @@ class Memory(Eval):
         own = {case: records[key(spec, *case)] for case in self.cases}
         full = {case: records[key(specs.REFERENCE, *case)] for case in self.cases}
         largest = max(self.cases, key=lambda case: (case[0] + self.new_tokens) * case[1])
-        memory = dict(own[largest]["memory"])
-        if full[largest]["elements"]:
-            memory["bits_held"] = 8 * memory["held_bytes"] / full[largest]["elements"]
         return {
             "spec": spec,
             "cases": [self.case(case, own[case], full[case]["memory"]["held_bytes"]) for case in self.cases],
             "planned": self.curves(spec),
             "refused": own[largest]["refused"],
-            "memory": memory,
+            "memory": held.beside(own[largest]["memory"], full[largest]["memory"]),
         }
 
     def case(self, case: tuple[int, int], record: dict, full: int) -> dict:

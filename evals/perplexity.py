@@ -58,12 +58,9 @@ class Perplexity(Eval):
         if spec == specs.REFERENCE:
             against, memory = self.read_reference(index, window, tick)
             return {"scores": itself(against, window, self.steps).lists(), "memory": memory}
-        against, full = self.read_reference(index, window)
+        against, _ = self.read_reference(index, window)
         read, memory = self.read(
-            spec,
-            window,
-            full["elements"],
-            lambda cache: teacher.score(self.loaded.model, window, cache, self.steps, against, tick),
+            spec, lambda cache: teacher.score(self.loaded.model, window, cache, self.steps, against, tick)
         )
         return {"scores": read.lists(), "memory": memory}
 
@@ -72,31 +69,27 @@ class Perplexity(Eval):
         if self._last is None or self._last[0] != index:
             self._last = None
             against, memory = self.read(
-                specs.REFERENCE,
-                window,
-                None,
-                lambda cache: teacher.reference(self.loaded.model, window, cache, self.steps, tick),
+                specs.REFERENCE, lambda cache: teacher.reference(self.loaded.model, window, cache, self.steps, tick)
             )
             self._last = index, against, memory
         return self._last[1:]
 
-    def read(self, spec: str, window: torch.Tensor, full: int | None, through: Callable) -> tuple[Any, dict]:
+    def read(self, spec: str, through: Callable) -> tuple[Any, dict]:
         """What `through` makes of a fresh cache, and the memory that the cache then holds."""
         model = self.loaded.model
         with specs.routed(spec, model):
             before = held.start_peak(model.device)
             cache = specs.build(spec, model, capacity=self.steps.length)
             found = through(cache)
-            memory = held.counted(cache, model, self.steps.fed, full or held.elements(cache))
-            memory["elements"] = full or held.elements(cache)
+            memory = held.counted(cache, model, self.steps.fed)
             memory["peak_device_bytes"] = held.peak_since(model.device, before)
         return found, memory
 
     def results(self, records: dict[str, dict]) -> list[dict]:
         found = runner.by_spec(self, records, self.pieces())
-        return [self.entry(spec, found[spec]) for spec in self.order]
+        return [self.entry(spec, found[spec], found[specs.REFERENCE]) for spec in self.order]
 
-    def entry(self, spec: str, records: list[dict]) -> dict:
+    def entry(self, spec: str, records: list[dict], full: list[dict]) -> dict:
         """One cache: over all predictions, and over those of each of `bins` equal parts of the positions."""
         scores = [record["scores"] for record in records]
         count = self.steps.predictions
@@ -108,7 +101,7 @@ class Perplexity(Eval):
                 {"first": self.steps.prefill + low, "last": self.steps.prefill + high - 1, **summary(scores, low, high)}
                 for low, high in itertools.pairwise(bounds)
             ],
-            "memory": records[-1]["memory"],
+            "memory": held.beside(records[-1]["memory"], full[-1]["memory"]),
         }
 
     def tables(self, result: dict) -> list[report.Table]:

@@ -144,7 +144,7 @@ class Retrieval(Eval):
                     f"--length: got {length:,}, accepted is up to the {len(self.tokens):,} tokens of the text; "
                     "give a longer one with --dataset"
                 )
-        for piece in self.pieces():
+        for piece in (piece for piece in self.pieces() if piece.of[0] == specs.REFERENCE):
             length, case = piece.of[2], self.case(*piece.of[1:])
             extra = self.capacity(case) - length
             if positions is not None and length + extra > positions:
@@ -229,7 +229,6 @@ class Retrieval(Eval):
             for part in parts:
                 token = self.next_token(part, cache)
             memory = held.counted(cache, model, sum(map(len, parts)))
-            memory["elements"] = held.elements(cache)
             found: list[int] = []
             while token not in ends:
                 found.append(token)
@@ -255,7 +254,7 @@ class Retrieval(Eval):
         for (needles, length, _, sample), record, reference in zip(cases, records, full, strict=True):
             told_of = {"needles": needles, "length": length, "sample": sample, "start": record["start"]}
             asked += [{**told_of, **one} for one in record["asked"]]
-            sizes.setdefault((needles, length), memory_of(record["memory"], reference["memory"]))
+            sizes.setdefault((needles, length), held.beside(record["memory"], reference["memory"]))
         by_length = [
             {**dict(zip(("needles", "length"), key, strict=True)), **recall(own), "memory": sizes[key]}
             for key, own in grouped(asked, "needles", "length").items()
@@ -297,13 +296,6 @@ def recall(asked: list[dict]) -> dict[str, dict]:
     wanted = [one["wanted"] for one in asked]
     compute = metrics.load("recall").compute
     return {order: compute(predictions=[one[order] for one in asked], references=wanted) for order in ORDERS}
-
-
-def memory_of(own: dict, full: dict) -> dict:
-    """A cache's memory, beside that of the full cache after the same tokens."""
-    elements = full["elements"]
-    bits = 8 * own["held_bytes"] / elements if elements else None
-    return {**own, "elements": elements, "bits_held": bits, "of_full": own["held_bytes"] / full["held_bytes"]}
 
 
 def told(needles: int) -> str:
@@ -376,31 +368,20 @@ def draw(result: dict, path: Path) -> None:
                 continue
             title = figure.label_of(entries[index]["spec"]).replace(", ", ",\n")
             place.set_title(f"{title}\n{told(needles)}" if len(groups) > 1 else title, fontsize=10)
-            colored = heat_map(place, panels[index], lengths, labels=index % columns == 0)
+            depths = sorted({cell["depth"] for cell in panels[index]})
+            found = {(cell["depth"], cell["length"]): cell["after"]["recall"] for cell in panels[index]}
+            colored = figure.heat_map(
+                place,
+                [[found[depth, length] for length in lengths] for depth in depths],
+                across=[f"{length:,}" for length in lengths],
+                down=[f"{depth:.3g}" if index % columns == 0 else "" for depth in depths],
+            )
     drawn.supxlabel("tokens of context", fontsize=11)
     drawn.supylabel("depth of the needle, share of the context", fontsize=11)
     bar = drawn.colorbar(colored, ax=axes, fraction=0.03, aspect=30, ticks=[0, 0.5, 1])
     bar.outline.set_visible(False)
     bar.set_label("recall", fontsize=10)
     figure.save(drawn, path)
-
-
-def heat_map(axes, cells: list[dict], lengths: list[int], labels: bool):
-    """Recall by depth (down, named with `labels`) and length (across), the figure written in each cell."""
-    depths = sorted({cell["depth"] for cell in cells})
-    found = {(cell["depth"], cell["length"]): cell["after"]["recall"] for cell in cells}
-    values = [[found[depth, length] for length in lengths] for depth in depths]
-    colored = axes.pcolormesh(values, cmap="cividis", vmin=0, vmax=1, edgecolors="white", linewidth=1.5)
-    for row, line in enumerate(values):
-        for column, value in enumerate(line):
-            shade = "black" if value > 0.4 else "white"
-            axes.text(column + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", fontsize=8, color=shade)
-    axes.invert_yaxis()
-    axes.set_xticks([i + 0.5 for i in range(len(lengths))], [f"{length:,}" for length in lengths])
-    axes.set_yticks([i + 0.5 for i in range(len(depths))], [f"{depth:.3g}" if labels else "" for depth in depths])
-    axes.tick_params(labelsize=9, length=0)
-    axes.spines[:].set_visible(False)
-    return colored
 
 
 def main(

@@ -153,7 +153,7 @@ def fingerprint(work: Eval) -> str:
     code = hashlib.sha256(b"".join(path.read_bytes() for root in sources for path in sorted(root.rglob("*.py"))))
     told = {
         "eval": work.name,
-        "model": [work.loaded.name, model.config.to_dict(), str(model.dtype), str(model.device)],
+        "model": [work.loaded.name, model.config.to_dict(), str(model.dtype), model.device.type],
         "caches": work.order,
         "protocol": work.protocol(),
         "text": work.text,

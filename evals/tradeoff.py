@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from evals import console, figure, models, perplexity, report, runner, texts, throughput
+from evals import console, figure, models, perplexity, report, runner, speeds, texts, throughput
 from evals.perplexity import Perplexity
 from evals.runner import Eval, Piece
 from evals.teacher import Protocol
@@ -60,7 +60,7 @@ class Tradeoff(Eval):
         if not self.timing:
             return [table]
         cells = [
-            [*row, throughput.ratio_cell(entry["decode"])]
+            [*row, speeds.ratio_cell(entry["decode"])]
             for row, entry in zip(table.cells, result["results"], strict=True)
         ]
         return [report.Table(table.title, [*table.heads, "decode"], cells)]

@@ -5,7 +5,6 @@ measured beside them. Must never fill the memory to find where it ends: that is 
 """
 
 import itertools
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -21,9 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvplug
 from evals import console, held, lesson, models, report, runner, specs
 from evals.errors import InputError
-from evals.lesson import BLOCK, NONE, UNITS, told_bytes
+from evals.lesson import BLOCK, NONE, told_bytes
 from evals.models import Loaded, forward
 from evals.runner import Eval, Piece
+from kvplug import cli
 
 SMALL = "small"
 # Query heads share keys and values: each has its own (MHA), some share (GQA), all share (MQA).
@@ -340,14 +340,11 @@ def first_difference(one: list[int], other: list[int]) -> int | None:
 
 
 def read_bytes(told: str) -> int:
-    """Bytes from a number with a unit, such as `1GiB`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)?", told.strip())
-    count = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
-    if count < 1:
-        raise InputError(
-            f"--memory: got '{told}', accepted are bytes or a number with {', '.join(filter(None, UNITS))}"
-        )
-    return count
+    """Bytes of a size such as `1GiB`, as `kvplug plan` reads it."""
+    try:
+        return cli.read_memory(told)
+    except cli.InputError as error:
+        raise InputError(str(error)) from error
 
 
 def load(model: str, course: Course, device: str, dtype: str, seed: int) -> Loaded:

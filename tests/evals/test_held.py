@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache, QuantizedCache
 
+import kvplug
+from evals import held
 from evals.held import held_bytes
 
 
@@ -83,3 +85,17 @@ def test_transformers_caches_by_hand(tiny, backend):
     else:
         # Half a byte an element, and a scale and a zero point in float32 for each group of 64.
         assert held_bytes(cache, outside=tiny.model) == elements // 2 + elements // 64 * 8
+
+
+def test_a_cache_is_counted_beside_the_full_one(tiny):
+    """Ours tells nothing of its elements: to look at them would decode the whole cache."""
+    keys = torch.randn(1, 2, 256, 16)
+    full, own = DynamicCache(config=tiny.model.config), kvplug.DenseCache(tiny.model)
+    for cache in (full, own):
+        for index in range(2):
+            cache.update(keys, keys.clone(), index)
+    counted = [held.counted(cache, tiny.model, 256) for cache in (full, own)]
+    assert [one["elements"] for one in counted] == [2 * 2 * 2 * 256 * 16, None]
+    beside = held.beside(counted[1], counted[0])
+    assert (beside["elements"], beside["bits_held"], beside["of_full"]) == (2 * 2 * 2 * 256 * 16, 32, 1)
+    assert beside["report_agrees"]

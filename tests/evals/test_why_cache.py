@@ -158,16 +158,14 @@ def test_a_model_from_outside_is_taught_with_its_own_heads(tiny, tmp_path):
     assert lesson.doubling(result["results"][0]) is None
 
 
-@pytest.mark.parametrize(
-    ("told", "count"), [("1GiB", 2**30), ("1.5 KiB", 1536), ("2GB", 2 * 10**9), ("300", 300), ("64MiB", 2**26)]
-)
+@pytest.mark.parametrize(("told", "count"), [("1GiB", 2**30), ("1.5 KiB", 1536), ("2GB", 2 * 10**9), ("64MiB", 2**26)])
 def test_bytes_are_read_with_their_units(told, count):
     assert why_cache.read_bytes(told) == count
 
 
-@pytest.mark.parametrize("told", ["", "x", "0", "1 gigabyte", "-1MiB", "MiB"])
+@pytest.mark.parametrize("told", ["", "x", "0", "300", "1 gigabyte", "-1MiB", "MiB"])
 def test_bytes_that_are_none_are_refused(told):
-    with pytest.raises(InputError, match="--memory: got"):
+    with pytest.raises(InputError, match="--memory="):
         why_cache.read_bytes(told)
 
 
