@@ -15,32 +15,27 @@ import torch
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor that a codec stores: `width` elements of `dtype` for a head and every `every` tokens.
+    """One tensor that a codec stores: `width` elements of `dtype` for a token and head.
 
-    `kind` says how it is counted: "codes" (the K or V themselves) or "scales" (scales, zero points and offsets).
+    `kind` says how it is counted: "codes" (the K or V themselves) or "scales" (scales and zero points).
     """
 
     name: str
     width: int
     dtype: torch.dtype
     kind: str = "codes"
-    every: int = 1
 
-    def rows(self, tokens: int) -> int:
-        """Rows of the tensor for `tokens` tokens; a group that is not full has one too."""
-        return -(-tokens // self.every)
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes for `tokens` tokens of one head."""
-        return self.rows(tokens) * self.width * self.dtype.itemsize
+    @property
+    def nbytes(self) -> int:
+        """Bytes for one token and head."""
+        return self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Encoded:
     """Keys or values of some tokens as they are stored.
 
-    `fields` maps a field's name to a tensor `[batch, kv_heads, rows, width]`, the first one with a row for each token,
-    others perhaps with one for each group of tokens; decoding gives head_dim `dim`.
+    `fields` maps a field's name to a tensor `[batch, kv_heads, tokens, width]`; decoding gives head_dim `dim`.
     """
 
     codec: Codec
@@ -55,13 +50,8 @@ class Encoded:
         return iter(self.fields.values())
 
     def narrow(self, start: int, length: int) -> Encoded:
-        """Views of the tokens `start : start + length`; nothing is copied. `start` is a multiple of the granule."""
-        if self.codec.granule == 1:
-            return Encoded(self.codec, {k: t.narrow(2, start, length) for k, t in self.fields.items()}, self.dim)
-        parts = {}
-        for f in self.codec.fields(self.dim, torch.float32):
-            parts[f.name] = self.fields[f.name].narrow(2, start // f.every, f.rows(length))
-        return Encoded(self.codec, parts, self.dim)
+        """Views of the tokens `start : start + length`; nothing is copied."""
+        return Encoded(self.codec, {k: t.narrow(2, start, length) for k, t in self.fields.items()}, self.dim)
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The tokens as `[batch, kv_heads, tokens, dim]` in `dtype`."""
@@ -73,25 +63,23 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Linear:
-    """A block as attention reads it: x = unrotate(codes * scale + zero + offset of the token's group).
+    """A block as attention reads it: x = unrotate(codes * scale + zero).
 
     `codes` is fp32 `[batch, kv_heads, tokens, dim]`; `scale` and `zero` are fp32 `[batch, kv_heads, 1, tokens]` or None
     (1 and 0), laid out to multiply a row of scores. A score then costs one product with the codes, and scale and zero
-    are applied to the scores rather than to every element. `offset` is fp32 `[batch, kv_heads, groups, dim]` or None
-    (0), one row for every granule of tokens, so that its product costs a granule's share of the codes'.
+    are applied to the scores rather than to every element.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
 
 
 class Codec:
     """Encodes and decodes K or V. Subclasses are frozen dataclasses without state: one object serves every layer.
 
     `granule` is the number of tokens of an indivisible group along time; 1 means that any token can be appended,
-    dropped or cropped by itself. The first field has a row for each token.
+    dropped or cropped by itself.
     """
 
     name: str
@@ -125,8 +113,6 @@ class Codec:
             x = x * block.scale.transpose(-1, -2)
         if block.zero is not None:
             x = x + block.zero.transpose(-1, -2)
-        if block.offset is not None:
-            x = x + block.offset.repeat_interleave(self.granule, dim=2)[:, :, : x.shape[2]]
         x = self.unrotate(x)
         if dtype == torch.float16:
             # A value near fp16's largest may come back just above it.
@@ -135,16 +121,7 @@ class Codec:
 
     def nbytes(self, tokens: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Exact bytes of `tokens` tokens of `heads` heads of one sequence, scales and zero points included."""
-        return heads * sum(f.nbytes(tokens) for f in self.fields(dim, dtype))
-
-    def tokenwise(self) -> Codec:
-        """The codec for stores where tokens come and go one by one: granule 1, and as close to this one as can be."""
-        if self.granule != 1:
-            raise NotImplementedError
-        return self
-
-    def check(self, dim: int) -> None:
-        """Raises ValueError, naming the numbers, where the codec can't write vectors of width `dim`."""
+        return tokens * heads * sum(f.nbytes for f in self.fields(dim, dtype))
 
 
 # A bfloat16 is the upper half of an fp32: dropping the lower half rounds towards zero, and adding just less than one

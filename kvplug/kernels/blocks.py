@@ -69,8 +69,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, kv_heads: int, gr
 def _blocks(encoded: Encoded):
     """The encoded tokens in blocks of about `BLOCK_ELEMENTS`, with where each starts."""
     sample = next(encoded.tensors())
-    granule = encoded.codec.granule
-    step = max(BLOCK_ELEMENTS // max(sample.shape[0] * sample.shape[1] * encoded.dim * granule, 1), 1) * granule
+    step = max(BLOCK_ELEMENTS // max(sample.shape[0] * sample.shape[1] * encoded.dim, 1), 1)
     for start in range(0, encoded.tokens, step):
         yield start, encoded.narrow(start, min(step, encoded.tokens - start))
 
@@ -88,9 +87,6 @@ def _scores(rows: torch.Tensor, keys: Encoded) -> torch.Tensor:
         if part.zero is not None:
             total = rotated.sum(-1, keepdim=True) if total is None else total
             product = product + total * part.zero
-        if part.offset is not None:
-            groups = rotated @ part.offset.transpose(-1, -2)
-            product = product + groups.repeat_interleave(keys.codec.granule, dim=-1)[..., : block.tokens]
         out.append(product)
     return out[0] if len(out) == 1 else torch.cat(out, dim=-1)
 
@@ -104,15 +100,5 @@ def _weighted(weights: torch.Tensor, values: Encoded) -> torch.Tensor:
         product = (share if part.scale is None else share * part.scale) @ part.codes
         if part.zero is not None:
             product = product + (share * part.zero).sum(-1, keepdim=True)
-        if part.offset is not None:
-            product = product + _by_group(share, values.codec.granule) @ part.offset
         out = out + product
     return values.codec.unrotate(out)
-
-
-def _by_group(weights: torch.Tensor, granule: int) -> torch.Tensor:
-    """Sums of weights `[batch, kv_heads, rows, tokens]` over groups of tokens: `[batch, kv_heads, rows, groups]`."""
-    lacking = -weights.shape[-1] % granule
-    if lacking:
-        weights = torch.nn.functional.pad(weights, (0, lacking))
-    return weights.unflatten(-1, (-1, granule)).sum(-1)
