@@ -203,7 +203,10 @@ def make_codecs(
         argument, name = ("dtype", dtype) if keys is None or values is None else sides[0]
         get_codec(name, argument, scheme=scheme, group_size=group_size)  # raises and says why
     get_codec(dtype, "dtype")
-    found = [get_codec(name, argument, **how) for (argument, name), how in zip(sides, own, strict=True)]
+    found = [
+        get_codec(name, argument, side=side, **how)
+        for side, (argument, name), how in zip(("keys", "values"), sides, own, strict=True)
+    ]
     return found[0], found[1]
 
 
@@ -261,7 +264,7 @@ def _sides(codec, argument: str) -> tuple[Codec, Codec]:
     sides = codec if isinstance(codec, tuple | list) else (codec, codec)
     if len(sides) != 2:
         raise ValueError(f"{argument}={codec!r} is not valid; one codec, or a pair for keys and values is accepted")
-    return get_codec(sides[0], argument), get_codec(sides[1], argument)
+    return get_codec(sides[0], argument), get_codec(sides[1], argument, side="values")
 
 
 def _check_dense_parts(residual, sinks, policy, sides: tuple[Codec, Codec], layer_codecs) -> None:

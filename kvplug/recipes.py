@@ -29,8 +29,10 @@ class QuantCache(KVCache):
         config: the model or its config.
         dtype: "fp8" (e4m3), "int8", "int4", "int3" or "int2" for both sides.
         keys, values: a dtype for one side, where it is to differ; "dense" leaves it as it is.
-        scheme: how integers are written: "rotated" (the default below 8 bits), "channel", "token" or "group".
-        group_size: tokens that share a row of offsets or scales and are written together; None for the scheme's own.
+        scheme: how integers are written: "rotated" (the default below 8 bits), "lloyd_max" (a smaller error, slower to
+            read), "channel", "token" or "group" (see `kvplug.codecs.get_codec`).
+        group_size: tokens whose keys share a row of offsets or scales and are written together, or channels for
+            "group"; None for the scheme's own.
         residual: least number of last tokens that stay in the model's dtype.
         sinks: number of first tokens that stay in the model's dtype. Where they are None, 0 for tokens that are written
             one by one in 8 bits or more, else 32 and 4.
@@ -55,7 +57,10 @@ class QuantCache(KVCache):
     ):
         sides = make_codecs(dtype, keys, values, scheme, group_size)
         others = {
-            layer: get_codec(one, f"layer_dtypes[{layer!r}]", **grouping(one, scheme, group_size))
+            layer: tuple(
+                get_codec(one, f"layer_dtypes[{layer!r}]", side=side, **grouping(one, scheme, group_size))
+                for side in ("keys", "values")
+            )
             for layer, one in (layer_dtypes or {}).items()
         }
         super().__init__(config, codec=sides, residual=residual, sinks=sinks, layer_codecs=others)

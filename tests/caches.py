@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from transformers import GenerationMixin
 
 import kvplug
-from kvplug.codecs import CODECS, Codec, PerChannel, PerToken, Rotated
+from kvplug.codecs import Codec, PerChannel, PerToken, Rotated
 from kvplug.policies import SinkWindow, Window
 from tests.codec_twins import ROUND_TRIPS
 from tests.oracles import Keep
@@ -27,14 +27,18 @@ class Asked:
         return self.codec.decode(self.codec.encode(x[None]), x.dtype)[0]
 
 
-def round_trip(codec):
-    if isinstance(codec, str) and codec in ("dense", "fp8", "int8"):
+def round_trip(codec, side):
+    if codec in ROUND_TRIPS:
         return ROUND_TRIPS[codec]
-    return Asked(CODECS[codec].tokenwise() if isinstance(codec, str) else codec)
+    if isinstance(codec, str):
+        bits, _, group = codec.removeprefix("int").partition(" by ")
+        codec = Rotated(int(bits), int(group) if group and side == "keys" else None, unbiased=side == "keys")
+    return Asked(codec)
 
 
 def keep(codec="dense", *, keys=None, values=None, **budget):
-    return Keep(keys=round_trip(keys or codec), values=round_trip(values or codec), **budget)
+    """`codec`, or one for each side: a Codec, or a dtype by name, whose keys are in groups if it ends in " by 8"."""
+    return Keep(keys=round_trip(keys or codec, "keys"), values=round_trip(values or codec, "values"), **budget)
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,12 @@ KINDS = [
     both(
         "int4",
         lambda m: kvplug.QuantCache(m, "int4", group_size=8, residual=6, sinks=2),
-        keep(Rotated(4, 8), residual=6, sinks=2, group=8),
+        keep("int4 by 8", residual=6, sinks=2, group=8),
     ),
     both(
         "int3_groups_of_4",
         lambda m: kvplug.QuantCache(m, keys="int3", values="int3", group_size=4, residual=0, sinks=0),
-        keep(Rotated(3, 4), group=4),
+        keep("int3 by 4", group=4),
     ),
     both(
         "int2_values_groups_of_4_and_8",
@@ -92,7 +96,7 @@ KINDS = [
     ),
     both(
         "channel_keys_token_values",
-        lambda m: kvplug.KVCache(m, codec=(PerChannel(4, 5), PerToken(4)), residual=3, sinks=0),
+        lambda m: kvplug.QuantCache(m, scheme="channel", group_size=5, residual=3, sinks=0),
         keep(keys=PerChannel(4, 5), values=PerToken(4), residual=3, group=5),
     ),
     both(
@@ -102,13 +106,13 @@ KINDS = [
     ),
     both(
         "int8_keys_int4_values",
-        lambda m: kvplug.from_spec("quant:keys=int8,values=int4,group_size=8,residual=0,sinks=2", m),
-        keep(keys="int8", values=Rotated(4, 8), residual=0, sinks=2, group=8),
+        lambda m: kvplug.from_spec("quant:keys=int8,values=int4,residual=0,sinks=2", m),
+        keep(keys="int8", values="int4", residual=0, sinks=2, group=16),
     ),
     Kind(
         "dtypes_by_layer",
         lambda m: kvplug.QuantCache(m, "int4", group_size=8, residual=4, sinks=0, layer_dtypes={0: "int3"}),
-        (keep(Rotated(3, 8), residual=4, group=8), keep(Rotated(4, 8), residual=4, group=8)),
+        (keep("int3 by 8", residual=4, group=8), keep("int4 by 8", residual=4, group=8)),
     ),
     both("window", lambda m: kvplug.WindowCache(m, 8), keep(window=8)),
     both("window_int4", lambda m: kvplug.WindowCache(m, 8, codec="int4"), keep("int4", window=8)),

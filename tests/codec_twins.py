@@ -67,14 +67,15 @@ def group_parts(x, levels, group_size):
 
 def unpacked(fields, bits, dim):
     """Codes `[…, dim]` from the stored bytes, a channel at a time."""
-    low = min(bits, 2) if bits < 4 else bits
-    width = -(-dim * low // 8)
+    upper = min(bits, 2) if bits < 4 else bits
+    width = -(-dim * upper // 8)
     out = []
     for channel in range(dim):
-        code = fields["codes"][..., channel % width].long() // 2 ** (low * (channel // width)) % 2**low
+        part, place = divmod(channel, width)
+        code = fields["codes"][..., place].long() // 2 ** (upper * part) % 2**upper
         if bits == 3:
-            eighth = -(-dim // 8)
-            code = code + 4 * (fields["high"][..., channel % eighth].long() // 2 ** (channel // eighth) % 2)
+            half, place = divmod(place, -(-width // 2))
+            code = 2 * code + fields["low"][..., place].long() // 2 ** (2 * part + half) % 2
         out.append(code)
     return torch.stack(out, dim=-1)
 
@@ -86,39 +87,59 @@ def rotation(dim):
     return torch.diag(torch.tensor([(-1.0) ** count for count in pairs])).double() @ hadamard(dim).double()
 
 
-def levels(bits):
-    """The levels of the rotated codec, fp64: t * (cubic + t * t) in units of a power of two."""
+def levels(bits, codebook="uniform"):
+    """The levels of the rotated codec, fp64: odd numbers t, or t * (cubic + t * t) in units of a power of two."""
+    odd = torch.arange(1 - 2**bits, 2**bits, 2).double()
+    if codebook == "uniform":
+        return odd
     cubic, unit = {2: (71, 2**-7), 3: (163, 2**-9), 4: (459, 2**-12)}[bits]
-    return torch.tensor([t * (cubic + t * t) * unit for t in range(1 - 2**bits, 2**bits, 2)]).double()
+    return odd * (cubic + odd * odd) * unit
 
 
-def rotated_parts(x, bits, group_size=None):
-    """Codes, scale `[…, tokens, 1]` and offset `[…, groups, dim]` (or None) of the rotated codec, all in fp64."""
+FIRST = {
+    "uniform": {2: 0.4979, 3: 0.2930, 4: 0.1676},
+    "lloyd_max": {2: 0.8053, 3: 0.7418, 4: 1.0739},
+}
+TRIED = [0.8 * (1.25 / 0.8) ** (i / 7) for i in range(8)]
+
+
+def nearest(y, scale, bits, codebook):
+    """The code of the level nearest to each element of y / scale."""
+    step = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return ((y / step)[..., None] - levels(bits, codebook)).abs().argmin(-1)
+
+
+def least_squares(y, codes, bits, codebook):
+    level = levels(bits, codebook)[codes]
+    return (y * level).sum(-1, keepdim=True) / level.square().sum(-1, keepdim=True)
+
+
+def rotated_parts(x, bits, group_size=None, codebook="uniform", unbiased=False):
+    """Codes, scale `[…, tokens, 1]` and offset `[…, groups, dim]` (or None) of the rotated codec, all in fp64: of eight
+    scales the one whose levels make the smallest angle with the vector, and from there one step of Lloyd's."""
     y, offset = x.double() @ rotation(x.shape[-1]), None
     if group_size is not None:
         offset = torch.stack([group.mean(2) for group in y.split(group_size, dim=2)], dim=2).bfloat16().double()
         y = torch.cat([g - offset[:, :, i, None] for i, g in enumerate(y.split(group_size, dim=2))], dim=2)
-    table = levels(bits)
-    scale = y.square().mean(-1, keepdim=True).sqrt() * {2: 0.8053, 3: 0.7418, 4: 1.0739}[bits]
-    for _ in range(2):
-        step = torch.where(scale > 0, scale, torch.ones_like(scale))
-        codes = ((y / step)[..., None] - table).abs().argmin(-1)
-        level = table[codes]
-        scale = ((y * level).sum(-1, keepdim=True) / level.square().sum(-1, keepdim=True)).bfloat16().double()
-    return codes, scale, offset
+    first = y.square().mean(-1, keepdim=True).sqrt() * FIRST[codebook][bits]
+    tried = torch.stack([nearest(y, first * factor, bits, codebook) for factor in TRIED])
+    cosines = torch.nn.functional.cosine_similarity(y[None], levels(bits, codebook)[tried], dim=-1)
+    codes = tried.take_along_dim(cosines.argmax(0)[None, ..., None], dim=0)[0]
+    codes = nearest(y, least_squares(y, codes, bits, codebook), bits, codebook)
+    scale = least_squares(y, codes, bits, codebook)
+    if unbiased:
+        product = (y * levels(bits, codebook)[codes]).sum(-1, keepdim=True)
+        scale = torch.where(product > 0, y.square().sum(-1, keepdim=True) / product, scale)
+    return codes, scale.bfloat16().double(), offset
 
 
-def rotated_values(codes, scale, offset, bits, group_size=None):
+def rotated_values(codes, scale, offset, bits, group_size=None, codebook="uniform"):
     """What the parts stand for, fp64 `[…, tokens, dim]`."""
-    y = levels(bits)[codes.long()] * scale.double()
+    y = levels(bits, codebook)[codes.long()] * scale.double()
     if offset is not None:
         groups = y.split(group_size, dim=2)
         y = torch.cat([g + offset[:, :, i, None].double() for i, g in enumerate(groups)], dim=2)
     return y @ rotation(y.shape[-1]).T
-
-
-def rotated(x, bits, group_size=None):
-    return rotated_values(*rotated_parts(x, bits, group_size), bits, group_size).to(x.dtype)
 
 
 def int8(x):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,16 +75,32 @@ class Encoded:
 class Linear:
     """A block as attention reads it: x = unrotate(codes * scale + zero + offset of the token's group).
 
-    `codes` is fp32 `[batch, kv_heads, tokens, dim]`; `scale` and `zero` are fp32 `[batch, kv_heads, 1, tokens]` or None
-    (1 and 0), laid out to multiply a row of scores. A score then costs one product with the codes, and scale and zero
-    are applied to the scores rather than to every element. `offset` is fp32 `[batch, kv_heads, groups, dim]` or None
-    (0), one row for every granule of tokens, so that its product costs a granule's share of the codes'.
+    `codes` is fp32 `[planes, batch, kv_heads, tokens, width]`, with channel p * width + i at place i of plane p: as the
+    parts of a byte come, one plane where nothing is packed. Places past dim hold anything finite. `scale` and `zero`
+    are fp32 `[batch, kv_heads, 1, tokens]` or None (1 and 0), laid out to multiply a row of scores. A score then costs
+    one product with the codes, and scale and zero are applied to the scores rather than to every element. `offset` is
+    fp32 `[batch, kv_heads, groups, dim]` or None (0), one row for every granule of tokens, so that its product costs a
+    granule's share of the codes'.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
     offset: torch.Tensor | None = None
+
+    def split(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `[..., dim]` as the planes are, `[planes, ..., width]`, zero past dim."""
+        planes, width = self.codes.shape[0], self.codes.shape[-1]
+        if planes == 1:
+            return rows[None]
+        lacking = planes * width - rows.shape[-1]
+        rows = torch.nn.functional.pad(rows, (0, lacking)) if lacking else rows
+        return rows.unflatten(-1, (planes, width)).movedim(-2, 0)
+
+    @staticmethod
+    def join(planes: torch.Tensor, dim: int) -> torch.Tensor:
+        """The inverse of `split`: `[planes, ..., width]` → `[..., dim]`."""
+        return planes[0] if len(planes) == 1 else planes.movedim(0, -2).flatten(-2)[..., :dim]
 
 
 class Codec:
@@ -120,7 +136,7 @@ class Codec:
     def decode(self, encoded: Encoded, dtype: torch.dtype) -> torch.Tensor:
         """What was encoded, within the codec's error, as `[batch, kv_heads, tokens, dim]` in `dtype`."""
         block = self.linear(encoded)
-        x = block.codes
+        x = block.join(block.codes, encoded.dim)
         if block.scale is not None:
             x = x * block.scale.transpose(-1, -2)
         if block.zero is not None:
@@ -161,6 +177,18 @@ def bf16_below(x: torch.Tensor) -> torch.Tensor:
 def bf16_above(x: torch.Tensor) -> torch.Tensor:
     """The smallest bfloat16 that is not below the finite fp32 `x`, which is not negative, as fp32."""
     return (x.contiguous().view(torch.int32) + _ALMOST_ONE).bitwise_and_(_UPPER).view(torch.float32)
+
+
+# Elements for which several scales are tried at once, to bound the memory of a long prompt.
+CANDIDATE_ELEMENTS = 1 << 14
+
+
+def in_pieces(encode: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], x: torch.Tensor) -> list[torch.Tensor]:
+    """What `encode` makes of x `[batch, kv_heads, tokens, dim]`, token by token independent, a few tokens at a time."""
+    # Shapes alone need no memory, and a plan for a million tokens must not go through them piece by piece.
+    step = max(CANDIDATE_ELEMENTS // max(x[:, :, :1].numel(), 1), 1) if not x.is_meta else max(x.shape[2], 1)
+    parts = [encode(piece) for piece in x.split(step, dim=2)]
+    return [p[0] if len(p) == 1 else torch.cat(p, dim=2) for p in zip(*parts, strict=True)]
 
 
 @functools.lru_cache(maxsize=16)

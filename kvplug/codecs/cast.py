@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvplug.codecs.base import Codec, Encoded, Field, Linear, bf16_above
+from kvplug.codecs.base import Codec, Encoded, Field, Linear, bf16_above, in_pieces
 
 # Scales are kept in bf16 whatever the model's type: an fp16 scale would underflow for groups of tiny values.
 SCALE_DTYPE = torch.bfloat16
@@ -18,8 +18,6 @@ FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 573
 # An fp8 element's error depends on where it lies between two powers of two, so scales within an octave are tried, and
 # the one with the least squared error is kept: it is the few largest channels that gain.
 PHASES = 8
-# Elements that are scaled at once while trying, to bound the memory of a long prompt.
-CANDIDATE_ELEMENTS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Plain(Codec):
         return Encoded(self, {"codes": x}, x.shape[-1])
 
     def linear(self, encoded: Encoded) -> Linear:
-        return Linear(encoded.fields["codes"].float())
+        return Linear(encoded.fields["codes"].float()[None])
 
     def decode(self, encoded: Encoded, dtype: torch.dtype) -> torch.Tensor:
         return encoded.fields["codes"].to(dtype)
@@ -65,13 +63,11 @@ class Float8(Codec):
         return Field("codes", dim, torch.uint8), Field("scale", 1, SCALE_DTYPE, "scales")
 
     def encode(self, x: torch.Tensor) -> Encoded:
-        # Shapes alone need no memory, and a plan for a million tokens must not go through them piece by piece.
-        step = max(CANDIDATE_ELEMENTS // max(x[:, :, :1].numel(), 1), 1) if not x.is_meta else max(x.shape[2], 1)
-        parts = [self._encode(block.float()) for block in x.split(step, dim=2)]
-        codes, scale = (p[0] if len(p) == 1 else torch.cat(p, dim=2) for p in zip(*parts, strict=True))
+        codes, scale = in_pieces(self._encode, x)
         return Encoded(self, {"codes": codes, "scale": scale}, x.shape[-1])
 
     def _encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.float()
         dtype, largest = FORMATS[self.format]
         least = x.abs().amax(-1, keepdim=True) / largest
         phases = 2.0 ** (torch.arange(PHASES, device=x.device) / PHASES)
@@ -89,9 +85,9 @@ class Float8(Codec):
         bits = encoded.fields["codes"].view(torch.int8).to(torch.int16)
         if self.format == "e5m2":
             # The upper byte of an fp16.
-            return Linear(bits.bitwise_left_shift_(8).view(torch.float16).float(), scale)
+            return Linear(bits.bitwise_left_shift_(8).view(torch.float16).float()[None], scale)
         # The bits of an e4m3 shifted under an fp16's are that number times 2^-8 (the difference of the exponents'
         # biases), subnormals included; on CPUs this is a few times faster than the cast. Widening repeats the sign, so
         # one copy of it has to be cleared. 0x7F (NaN) is never written.
         codes = bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float()
-        return Linear(codes, scale * 256.0)
+        return Linear(codes[None], scale * 256.0)

@@ -61,4 +61,4 @@ class PerChannel(Codec):
         rows = rows_in_groups(scale, self.group_size, encoded.tokens)
         for part, row in zip(in_groups(codes, self.group_size), rows, strict=True):
             part.mul_(row[:, :, :, None])
-        return Linear(codes, offset=f["zero"].float())
+        return Linear(codes[None], offset=f["zero"].float())

@@ -61,4 +61,4 @@ class GroupWise(Codec):
         codes = unpack(f, self.bits, encoded.dim).float()
         groups = codes.unflatten(-1, (-1, self.group_size))
         groups.mul_(f["scale"].float()[..., None]).add_(f["zero"].float()[..., None])
-        return Linear(codes)
+        return Linear(codes[None])

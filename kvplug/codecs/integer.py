@@ -11,7 +11,7 @@ import torch
 
 from kvplug.codecs.base import Codec, Encoded, Field, Linear, bf16_above, bf16_below
 from kvplug.codecs.cast import SCALE_DTYPE
-from kvplug.codecs.packing import PLANES, code_fields, pack, unpack
+from kvplug.codecs.packing import BITS, code_fields, pack, unpack_planes
 
 
 def quantize(x: torch.Tensor, levels: int, along: int = -1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -34,8 +34,8 @@ def quantize(x: torch.Tensor, levels: int, along: int = -1) -> tuple[torch.Tenso
 
 def check_bits(bits: int) -> None:
     """Raises ValueError where no codes of `bits` bits can be packed."""
-    if bits not in PLANES:
-        raise ValueError(f"bits={bits!r} is not accepted; use one of {', '.join(map(str, PLANES))}")
+    if bits not in BITS:
+        raise ValueError(f"bits={bits!r} is not accepted; use one of {', '.join(map(str, BITS))}")
 
 
 @dataclass(frozen=True)
@@ -64,5 +64,5 @@ class PerToken(Codec):
 
     def linear(self, encoded: Encoded) -> Linear:
         f = encoded.fields
-        codes = unpack(f, self.bits, encoded.dim).float()
+        codes = unpack_planes(f, self.bits).float()
         return Linear(codes, f["scale"].float().transpose(-1, -2), f["zero"].float().transpose(-1, -2))

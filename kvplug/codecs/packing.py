@@ -1,6 +1,7 @@
 """Codes of a few bits in bytes, along head_dim, without wasted bits.
 
-Must never shuffle neighbours: each part of a byte holds a run of channels, so unpacking is masks and shifts alone.
+Must never shuffle neighbours: each part of a byte holds a run of channels, so unpacking is masks and shifts of whole
+words.
 """
 
 from __future__ import annotations
@@ -12,17 +13,16 @@ import torch
 
 from kvplug.codecs.base import Field
 
-# Bits of each plane: a byte holds 8 / bits codes of one plane, and the planes' bits follow each other in a code.
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-NAMES = ("codes", "high")
+# Widths that can be packed.
+BITS = (2, 3, 4, 8)
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def code_fields(dim: int, bits: int) -> tuple[Field, ...]:
-    """The fields of codes of `bits` bits for vectors of width `dim`: "codes", and "high" for the third bit of three."""
-    return tuple(
-        Field(name, -(-dim * plane // 8), torch.uint8) for name, plane in zip(NAMES, PLANES[bits], strict=False)
-    )
+    """The fields of codes of `bits` bits for vectors of width `dim`: "codes", and "low" for the lowest bit of three."""
+    if bits == 3:
+        return Field("codes", -(-dim // 4), torch.uint8), Field("low", -(-dim // 8), torch.uint8)
+    return (Field("codes", -(-dim * bits // 8), torch.uint8),)
 
 
 def pack(codes: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
@@ -36,27 +36,47 @@ def pack(codes: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
 
         codes, byte i:   bits 0–1 = channel i    2–3 = channel i + q    4–5 = channel i + 2q    6–7 = channel i + 3q
 
-    3 bits, the lower two in quarters as above and the highest in eighths (e = ceil(dim / 8)):
+    3 bits, the upper two in quarters as above and the lowest in both halves of each quarter (e = ceil(q / 2)):
 
-        high, byte i:    bit k = channel i + k · e
+        low, byte i:     bits 0, 1 = channel i, i + e of the first quarter    2, 3 = of the second    and so on
 
     Channels that don't exist are written as zeros.
     """
-    out, shift = {}, 0
-    for name, plane in zip(NAMES, PLANES[bits], strict=False):
-        out[name] = _pack(codes >> shift & ((1 << plane) - 1) if len(PLANES[bits]) > 1 else codes, plane)
-        shift += plane
-    return out
+    if bits != 3:
+        return {"codes": _pack(codes, bits)}
+    quarter = -(-codes.shape[-1] // 4)
+    low = torch.nn.functional.pad(codes & 1, (0, 4 * quarter - codes.shape[-1])).unflatten(-1, (4, quarter))
+    low = torch.nn.functional.pad(low, (0, quarter % 2)).flatten(-2)
+    return {"codes": _pack(codes >> 1, 2), "low": _pack(low, 1)}
 
 
 def unpack(fields: dict[str, torch.Tensor], bits: int, dim: int) -> torch.Tensor:
     """The inverse of `pack`: uint8 codes `[..., dim]`."""
-    codes, shift = None, 0
-    for name, plane in zip(NAMES, PLANES[bits], strict=False):
-        part = _unpack(fields[name], plane, dim)
-        codes = part if codes is None else codes | part << shift
-        shift += plane
-    return codes
+    planes = unpack_planes(fields, bits)
+    return planes[0] if len(planes) == 1 else planes.movedim(0, -2).flatten(-2)[..., :dim]
+
+
+def unpack_planes(fields: dict[str, torch.Tensor], bits: int) -> torch.Tensor:
+    """The codes uint8 `[planes, ..., width]`, channel p * width + i at place i of plane p: what a byte's parts are
+    without moving channels next to each other, which costs more than all else."""
+    if bits != 3:
+        return _unpack(fields["codes"], bits)
+    planes = _unpack(fields["codes"], 2, shift=1)
+    quarter, half = planes.shape[-1], fields["low"].shape[-1]
+    low = _words(fields["low"], half) if quarter == 2 * half else fields["low"]
+    out, width = planes.view(low.dtype), low.shape[-1]
+    for side in range(2):
+        place = out[..., side * width : (side + 1) * width]
+        bits_of_side = low >> _every_second(side, low.ndim, low.dtype, low.device)
+        place.bitwise_or_(bits_of_side.bitwise_and_(_repeated(1, low.itemsize))[..., : place.shape[-1]])
+    return planes
+
+
+@functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _every_second(first: int, ndim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The shifts `first`, first + 2, + 4 and + 6, along a dimension in front of `ndim` others."""
+    return torch.arange(first, 8, 2, dtype=dtype, device=device).view(4, *[1] * ndim)
 
 
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -71,24 +91,27 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return packed
 
 
-def _unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    parts, width = 8 // bits, packed.shape[-1]
-    if parts == 1:
-        return packed
+def _unpack(packed: torch.Tensor, bits: int, shift: int = 0) -> torch.Tensor:
+    """Bytes `[..., width]` → their parts of `bits` bits, `[8 / bits, ..., width]`, each shifted left by `shift`."""
+    if bits == 8:
+        return packed[None]
     # Several bytes at once, as the widest word that divides a row: what a shift carries over from the neighbouring byte
     # is masked away.
-    size = math.gcd(max(width, 1), 8)
-    words = packed.view(WORDS[size])
-    mask = int.from_bytes(bytes([(1 << bits) - 1] * size), "little", signed=size > 1)
-    if width == size:
-        codes = words >> shifts(bits, words.dtype, words.device)
-    else:
-        codes = torch.cat([words >> part * bits for part in range(parts)], dim=-1)
-    return codes.bitwise_and_(mask).view(torch.uint8)[..., :dim]
+    words = _words(packed, packed.shape[-1])
+    mask = _repeated((1 << bits) - 1 << shift, words.itemsize)
+    planes = words.new_empty(8 // bits, *words.shape)
+    for part, plane in enumerate(planes):
+        right = part * bits - shift
+        moved = words if right == 0 else words >> right if right > 0 else words << -right
+        torch.bitwise_and(moved, mask, out=plane)
+    return planes.view(torch.uint8)
 
 
-@functools.lru_cache(maxsize=32)
-@torch.inference_mode(False)
-def shifts(bits: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """How far each part of a byte lies from its lowest bit, `[8 / bits]`."""
-    return torch.arange(0, 8, bits, dtype=dtype, device=device)
+def _words(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """The bytes as the widest words that divide `width`."""
+    return packed.view(WORDS[math.gcd(max(width, 1), 8)])
+
+
+def _repeated(byte: int, size: int) -> int:
+    """A word of `size` bytes that are all `byte`."""
+    return int.from_bytes(bytes([byte] * size), "little", signed=size > 1)

@@ -5,9 +5,10 @@ levels, made up to 2**-7 larger by rounding the zero point down and the scale up
 mantissa: 2**-4 (2**-3) of an element, or half of its smallest number, 2**-10 (2**-17), times the scale, which is up to
 twice the one that maps the largest element to the largest number.
 
-The rotated codec keeps lengths, so its error is bounded as a vector: by that of the nearest levels at the scale that
-fits a Gaussian, since the codes and the scale of least squares that follow can only lower it, and by twice the rounding
-of a scale to bfloat16, 2**-8 of the vector, at right angles to it.
+The rotated codec keeps lengths, so its error is bounded as a vector: by that of the nearest levels at any of the scales
+that are tried, since the codes and the scale of least squares that follow can only lower it. If that error is the sine
+of an angle, a scale that keeps the product with itself has the tangent of it. Rounding the scale to bfloat16 adds up to
+2**-8 of what is written, at right angles to the error for least squares.
 """
 
 import torch
@@ -23,6 +24,8 @@ CODECS = {
     **{f"token{bits}": PerToken(bits) for bits in (8, 4, 3, 2)},
     **{f"rotated{bits}": Rotated(bits, None) for bits in (4, 3, 2)},
     **{f"rotated{bits}_groups_of_5": Rotated(bits, 5) for bits in (4, 3, 2)},
+    **{f"rotated{bits}_unbiased": Rotated(bits, 5, unbiased=True) for bits in (4, 3, 2)},
+    **{f"rotated{bits}_lloyd_max": Rotated(bits, None, "lloyd_max") for bits in (4, 3, 2)},
     **{f"channel{bits}_groups_of_5": PerChannel(bits, 5) for bits in (8, 4, 3, 2)},
     **{f"group{bits}": GroupWise(bits, 4) for bits in (8, 4, 3, 2)},
 }
@@ -78,12 +81,19 @@ def rotated_bound(codec, x):
     if codec.group_size is not None:
         groups = y.split(codec.group_size, dim=2)
         y = torch.cat([g - g.mean(2, keepdim=True).bfloat16().double() for g in groups], dim=2)
-    scale = y.square().mean(-1, keepdim=True).sqrt() * {2: 0.8053, 3: 0.7418, 4: 1.0739}[codec.bits]
-    squared = (y[..., None] - twins.levels(codec.bits) * scale[..., None]).abs().amin(-1).square().sum(-1, keepdim=True)
-    length = y.norm(dim=-1, keepdim=True)
-    found = (squared + 2 * (length * 2**-8) ** 2).sqrt()
-    # The squares of such small numbers are below fp32's, so the first codes are signs; then the vector's length bounds.
-    found = torch.where(y.abs().amax(-1, keepdim=True) < 2**-60, length, found)
+    first = y.square().mean(-1, keepdim=True).sqrt() * twins.FIRST[codec.codebook][codec.bits]
+    table, length = twins.levels(codec.bits, codec.codebook), y.norm(dim=-1, keepdim=True)
+    sine = torch.ones_like(length)
+    for factor in twins.TRIED:
+        scale = (first * factor)[..., None]
+        error = (y[..., None] - table * scale).abs().amin(-1).norm(dim=-1, keepdim=True)
+        sine = torch.minimum(sine, error / torch.where(length > 0, length, 1.0))
+    # All signs are right, so no angle is larger than that between equal numbers and a single one.
+    cosine = (1 - sine.square()).clamp(min=1 / x.shape[-1]).sqrt()
+    if codec.unbiased:
+        found = length * (sine / cosine + 2**-8 / cosine)
+    else:
+        found = length * (sine.square() + 2 * 2**-16).sqrt()
     # fp32 rounds the rotation both ways; halfway between two bfloat16 that may decide which a mean becomes, and the
     # vector that is encoded then differs by their distance.
     return found + size * x.shape[-1] ** 0.5 * (2**-20 if codec.group_size is None else 2**-7)

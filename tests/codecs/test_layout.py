@@ -75,13 +75,14 @@ def test_packing_in_quarters():
 
 
 def test_packing_of_three_bits():
-    """The lower two in quarters, the highest in eighths."""
-    codes = torch.tensor([[1, 2, 3, 0, 2, 3, 1, 1, 0]], dtype=torch.uint8) + torch.tensor(
-        [[4, 0, 0, 4, 0, 0, 4, 0, 4]], dtype=torch.uint8
-    )
+    """The upper two in quarters; the lowest of the first and of the second half of each quarter in bits 0, 2, 4, 6 and
+    1, 3, 5, 7."""
+    codes = torch.tensor([[3, 4, 7, 0, 5, 6, 3, 2, 1]], dtype=torch.uint8)
     packed = pack(codes, 3)
-    assert packed["codes"].tolist() == pack(codes & 3, 2)["codes"].tolist()
-    assert packed["high"].tolist() == [[1 << 0 | 1 << 3 | 1 << 4, 1 << 1]]
+    assert packed["codes"].tolist() == pack(codes >> 1, 2)["codes"].tolist()
+    # Quarters of three: channels 0, 1 and 2, 3 4 5, 6 7 8; halves of two and one.
+    low = [1 << 0 | 1 << 1 | 0 << 2 | 0 << 3 | 1 << 4 | 1 << 5, 0 << 0 | 1 << 2 | 0 << 4]
+    assert packed["low"].tolist() == [low]
 
 
 @pytest.mark.parametrize("dim", [*range(20), 24, 32, 40, 48, 64, 80, 96, 100, 128, 192, 256])
@@ -142,14 +143,16 @@ def test_every_integer_is_read_back(bits):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_every_level_is_read_back(bits):
-    codec, codes = Rotated(bits, None), torch.arange(2**bits, dtype=torch.uint8)
+@pytest.mark.parametrize("codebook", ["uniform", "lloyd_max"])
+def test_every_level_is_read_back(codebook, bits):
+    codec, codes = Rotated(bits, None, codebook), torch.arange(2**bits, dtype=torch.uint8)
     encoded = codec.encode(torch.zeros(1, 1, 1, 2**bits))
     for name, tensor in pack(codes, bits).items():
         encoded.fields[name].copy_(tensor)
     encoded.fields["scale"].fill_(1.0)
     block = codec.linear(encoded)
-    assert torch.equal((block.codes * block.scale)[0, 0, 0].double(), twins.levels(bits))
+    read = block.join(block.codes, 2**bits) * block.scale + (0 if block.zero is None else block.zero)
+    assert torch.equal(read[0, 0, 0].double(), twins.levels(bits, codebook))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -248,6 +251,7 @@ REFUSED = {
     "group of Rotated": (lambda: Rotated(4, 0), "group_size=0 is not accepted; use a whole number from 1, or None"),
     "group of PerChannel": (lambda: PerChannel(4, None), "group_size=None is not accepted; use a whole number from 1"),
     "group of GroupWise": (lambda: GroupWise(4, -2), "group_size=-2 is not accepted"),
+    "codebook": (lambda: Rotated(4, codebook="nf4"), "codebook='nf4' is not accepted; use one of uniform, lloyd_max"),
     "format": (lambda: Float8("e3m4"), "format='e3m4' is not accepted; use one of e4m3, e5m2"),
     "group and width": (
         lambda: GroupWise(4, 64).check(96),
@@ -255,7 +259,7 @@ REFUSED = {
     ),
     "name": (lambda: get_codec("int5", "keys"), "keys='int5' is not a known dtype; use one of dense"),
     "name with a scheme": (lambda: get_codec("int5", scheme="token"), "codec='int5' is not a known dtype"),
-    "scheme": (lambda: get_codec("int4", scheme="kivi"), "scheme='kivi' is not known; use one of rotated, channel"),
+    "scheme": (lambda: get_codec("int4", scheme="kivi"), "scheme='kivi' is not known; use one of rotated, lloyd_max"),
     "scheme of a float": (
         lambda: get_codec("fp8", "keys", scheme="token"),
         "scheme='token' is for integers, and keys='fp8'",
@@ -273,17 +277,33 @@ def test_refused(make, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("scheme", "kind"), SCHEMES.items(), ids=SCHEMES)
+SIDES = {
+    "rotated": (lambda b, g=64: Rotated(b, g, unbiased=True), lambda b, g=None: Rotated(b, None)),
+    "lloyd_max": (
+        lambda b, g=64: Rotated(b, g, "lloyd_max", unbiased=True),
+        lambda b, g=None: Rotated(b, None, "lloyd_max"),
+    ),
+    "channel": (PerChannel, lambda b, g=None: PerToken(b)),
+    "token": (PerToken, PerToken),
+    "group": (GroupWise, GroupWise),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["int4", "int3", "int2"])
-def test_codecs_by_scheme(name, scheme, kind):
+def test_codecs_by_scheme(name, scheme):
     bits = int(name[3:])
-    assert get_codec(name, scheme=scheme) == kind(bits)
-    if scheme != "token":
-        assert get_codec(name, scheme=scheme, group_size=16) == kind(bits, 16)
+    for side, kind in zip(("keys", "values"), SIDES[scheme], strict=True):
+        assert get_codec(name, side=side, scheme=scheme) == kind(bits)
+        if scheme != "token":
+            assert get_codec(name, side=side, scheme=scheme, group_size=16) == kind(bits, 16)
+        if scheme == "rotated":
+            assert get_codec(name, side=side) == kind(bits)
 
 
 def test_codecs_by_group_size():
-    assert get_codec("int3", group_size=32) == Rotated(3, 32)
+    assert get_codec("int3", group_size=32) == Rotated(3, 32, unbiased=True)
     assert get_codec("int8", scheme="channel", group_size=32) == PerChannel(8, 32)
     assert get_codec("int8", scheme="token") == PerToken(8)
+    assert get_codec("int8", side="values") == PerToken(8)
     assert get_codec(PerChannel(2)) == PerChannel(2)

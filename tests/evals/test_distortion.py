@@ -9,7 +9,13 @@ from transformers import DynamicCache
 from evals import distortion, runner
 from evals.distortion import LLOYD_MAX, SINKS, Distortion
 from evals.errors import InputError
-from kvplug.codecs import PerChannel, Rotated
+from kvplug.codecs import PerChannel, PerToken, Rotated
+
+CODECS = [
+    (Rotated(4, unbiased=True), Rotated(4, None)),
+    (Rotated(2, unbiased=True), Rotated(2, None)),
+    (PerChannel(4), PerToken(4)),
+]
 
 
 @pytest.fixture
@@ -24,13 +30,13 @@ def test_the_errors_are_those_of_the_models_own_keys_and_values(tiny, found):
     cache = DynamicCache(config=tiny.model.config)
     with torch.no_grad():
         tiny.model(work.ids, past_key_values=cache)
-    for entry, codec in zip(result["results"], [Rotated(4), Rotated(2), PerChannel(4)], strict=True):
-        for side in ("keys", "values"):
+    for entry, codecs in zip(result["results"], CODECS, strict=True):
+        for side, codec in zip(("keys", "values"), codecs, strict=True):
             x = torch.stack([getattr(layer, side)[0, :, SINKS:] for layer in cache.layers]).double()
             read = codec.decode(codec.encode(x.float()), torch.float32)
             expected = ((read - x) ** 2).sum() / (x**2).sum()
             assert entry[side] == pytest.approx(expected.item(), rel=1e-4)
-        assert entry["bits"] == 8 * codec.nbytes(64, 2, 16) / (64 * 2 * 16)
+        assert entry["bits"] == sum(8 * codec.nbytes(64, 2, 16) / (64 * 2 * 16) for codec in codecs) / 2
 
 
 def test_gaussian_numbers(found):

@@ -24,6 +24,7 @@ PARTS = {
     "int2_by_token": [(Rotated(2, None), Rotated(3, None), 37)],
     "channel_and_token": [(PerChannel(4, 16), PerToken(4), 50), ("dense", "dense", 3)],
     "channel_and_rotated": [(PerChannel(2, 16), Rotated(4, 8), 48), ("dense", "dense", 3)],
+    "lloyd_max": [(Rotated(4, 8, "lloyd_max"), Rotated(3, None, "lloyd_max"), 50), ("dense", "dense", 3)],
     "group_and_fp8_e5m2": [(GroupWise(4, 4), "fp8_e5m2", 37), ("fp8_e5m2", GroupWise(3, 4), 9)],
 }
 MASKS = ["none", "bool", "additive", "bool_by_head", "additive_by_kv_head"]
@@ -36,7 +37,10 @@ def view_of(parts, batch=2, kv_heads=2, width=16, value_width=16, seed=0, querie
         return torch.randn(batch, kv_heads, tokens, dim, generator=generator) * 2 + 0.3
 
     segments = [
-        Segment(get_codec(keys).encode(draw(tokens, width)), get_codec(values).encode(draw(tokens, value_width)))
+        Segment(
+            get_codec(keys).encode(draw(tokens, width)),
+            get_codec(values, side="values").encode(draw(tokens, value_width)),
+        )
         for keys, values, tokens in parts
     ]
     tokens = sum(part[2] for part in parts)
