@@ -17,8 +17,9 @@ from evals import console, figure, held, metrics, models, report, runner, specs,
 from evals.errors import InputError
 from evals.runner import Eval, Piece
 from evals.teacher import Protocol, Scores
+from kvplug import plan
 
-DEFAULT_CACHES = ["int8", "fp8", "int4", "window:window=512", "streaming:sinks=4,window=508"]
+DEFAULT_CACHES = ["int8", "fp8", "int4", "int3", "int2", "window:window=512", "streaming:sinks=4,window=508"]
 NOTES = [
     "**KL** is KL(full cache ‖ this cache) in nats per token, **same top-1** the share of predictions with the same "
     "likeliest token. Both, and the perplexity, are taken over the tokens after the prompt, teacher-forced through the "
@@ -27,7 +28,8 @@ NOTES = [
     "scales, tables, full-precision residuals and spare capacity count), over all elements of K and V that a full "
     "cache has for the same tokens. A cache that drops tokens holds fewer bits for each element of the context.",
     "**bits stored** is what kvplug's `cache.memory()` tells for an element that is kept, scales included, spare "
-    "capacity left out.",
+    "capacity left out; **at 16 bits** is the same for a model that computes in 16 bits (planned, not measured), whose "
+    "tokens in full precision are half as large.",
 ]
 
 
@@ -101,8 +103,14 @@ class Perplexity(Eval):
                 {"first": self.steps.prefill + low, "last": self.steps.prefill + high - 1, **summary(scores, low, high)}
                 for low, high in itertools.pairwise(bounds)
             ],
-            "memory": held.beside(records[-1]["memory"], full[-1]["memory"]),
+            "memory": held.beside(records[-1]["memory"], full[-1]["memory"]) | {"bits_at_16": self.bits_at_16(spec)},
         }
+
+    def bits_at_16(self, spec: str) -> float | None:
+        """Bits stored for a scalar of K or V as if the model computed in 16 bits; None for transformers' caches."""
+        if specs.is_baseline(spec):
+            return None
+        return plan(self.loaded.model.config, spec, self.steps.fed, dtype=torch.bfloat16).bits_per_element
 
     def tables(self, result: dict) -> list[report.Table]:
         return [quality_table(result), position_table(result)]
@@ -129,7 +137,7 @@ def summary(scores: list[dict], low: int, high: int) -> dict:
 
 def quality_table(result: dict) -> report.Table:
     """Quality and memory of each cache, in the order they were asked for."""
-    heads = ["cache", "perplexity", "KL", "same top-1", "bits held", "bits stored", "bytes / token"]
+    heads = ["cache", "perplexity", "KL", "same top-1", "bits held", "bits stored", "at 16 bits", "bytes / token"]
     peaks = any(entry["memory"]["peak_device_bytes"] for entry in result["results"])
     cells = []
     for entry in result["results"]:
@@ -141,6 +149,7 @@ def quality_table(result: dict) -> report.Table:
             f"{quality['top1_agreement']:.3f}",
             f"{memory['bits_held']:.2f}",
             "" if memory["bits_stored"] is None else f"{memory['bits_stored']:.2f}",
+            "" if memory["bits_at_16"] is None else f"{memory['bits_at_16']:.2f}",
             f"{memory['bytes_per_token']:,.0f}",
         ]
         row += [f"{memory['peak_device_bytes'] / 2**20:,.0f}"] if peaks else []

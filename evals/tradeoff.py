@@ -21,6 +21,8 @@ DEFAULT_CACHES = [
     "int8",
     "fp8",
     "int4",
+    "int3",
+    "int2",
     "window:window=512",
     "streaming:sinks=4,window=508",
     "streaming:sinks=4,window=508+int4",

@@ -20,7 +20,8 @@ from kvplug.policies import Policy
 from kvplug.policies.positional import check_count
 from kvplug.residual import ResidualLayer
 from kvplug.rope import Rope, rope_of_layers
-from kvplug.stores.residual import OUTLIER, defaults
+from kvplug.stores.contiguous import OUTLIER
+from kvplug.stores.residual import defaults
 
 CodecLike = str | Codec | None
 
@@ -118,9 +119,7 @@ class KVCache(compat.Cache):
         return out
 
     def _tell_outliers(self) -> None:
-        found = [
-            i for i, layer in enumerate(self.layers) if isinstance(layer, ResidualLayer) and layer.store.kept_plain
-        ]
+        found = [i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer) and layer.store.kept_plain]
         if found:
             self._warned = True
             warnings.warn(

@@ -12,10 +12,10 @@ import weakref
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvplug.codecs import CODECS, Codec, Encoded, Plain
+from kvplug.codecs import CODECS, Codec, Plain
 from kvplug.policies import Policy, SinkWindow
 from kvplug.rope import Rope
-from kvplug.stores import STORES, admit
+from kvplug.stores import STORES, admit, check_finite
 from kvplug.view import KVTensor, KVView, Segment, mark_plain
 
 
@@ -73,7 +73,9 @@ class KVLayer(CacheLayerMixin):
         # Not the base's __init__: `keys` and `values` are read from the store here.
         self.policy, self.rope = policy, rope
         self.store = STORES["contiguous"](keys, values, limit=policy.budget if policy else None)
-        self.direct = policy is None and isinstance(keys, Plain) and isinstance(values, Plain)
+        # Whether every token is encoded as soon as attention over it is done.
+        self.encodes_all = not (isinstance(keys, Plain) and isinstance(values, Plain))
+        self.direct = policy is None and not self.encodes_all
         self.record_past = False
         self._clear()
 
@@ -106,8 +108,7 @@ class KVLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        batch, heads, _, key_dim = key_states.shape
-        self.shape = (batch, heads, key_dim, value_states.shape[-1])
+        self.shape = (*key_states.shape[:2], key_states.shape[-1], value_states.shape[-1])
         self.store.allocate(key_states, value_states)
         self.is_initialized = True
 
@@ -122,7 +123,8 @@ class KVLayer(CacheLayerMixin):
             once attention or the next update is over.
 
         Raises:
-            ValueError: the shapes differ from those in the cache; the cache stays as it was.
+            ValueError: the shapes differ from those in the cache, or a number that is to be encoded is not finite (told
+                on a CPU); the cache stays as it was.
         """
         self._check(key_states, value_states)
         self.settle()
@@ -158,6 +160,8 @@ class KVLayer(CacheLayerMixin):
                 f"key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} do not fit {held}; "
                 "call reset() to use the cache for another batch"
             )
+        if self.encodes_all:
+            check_finite(key_states, value_states)
 
     def _view(self, queries: int) -> KVView:
         before = self.seen - self.unfinished
@@ -332,8 +336,7 @@ class KVLayer(CacheLayerMixin):
         if not self.is_initialized:
             return None
         self.settle()
-        stored: Encoded = self.store.view(0, self.store.length)[side]
-        decoded = stored.decode(self.dtype)
+        decoded = self.store.view(0, self.store.length)[side].decode(self.dtype)
         return decoded if self.fresh is None else torch.cat([decoded, self.fresh[side]], dim=2)
 
     # Changes of the past
@@ -376,8 +379,7 @@ class KVLayer(CacheLayerMixin):
         """Removes the last `-tokens_to_remove` tokens as if they had never been (see `check_crop`)."""
         remove = self.check_crop(tokens_to_remove)
         if self.fresh is not None and self.record_past and self.policy is not None:
-            tokens = self.fresh[0].shape[2]
-            keep = max(tokens - remove, 0)
+            tokens, keep = self.unfinished, max(self.unfinished - remove, 0)
             self.seen -= tokens - keep
             remove -= tokens - keep
             # Copied, so that the tokens that are taken back are not held on to.

@@ -28,7 +28,8 @@ class ResidualLayer(KVLayer):
     def __init__(self, keys: Codec, values: Codec, residual: int, sinks: int):
         super().__init__(keys, values)
         self.store = STORES["residual"](keys, values, residual, sinks)
-        self.direct = False
+        # What stays as it is may be anything, and what is flushed is looked at then.
+        self.direct = self.encodes_all = False
 
     def _clear(self) -> None:
         super()._clear()

@@ -10,13 +10,18 @@ from collections.abc import Iterator
 
 import torch
 
-from kvplug.codecs import Codec, Encoded, Field, Plain
+from kvplug.codecs import CODECS, Codec, Encoded, Field, Plain
 from kvplug.stores.base import Held, Store
 from kvplug.stores.slots import Admission
 
 SLAB = 256
 # Tokens up to which both sides are encoded in one pass: what costs there is the number of operations.
 FEW = 64
+
+# A key channel this many times louder than the median one is too much for a few bits.
+OUTLIER = 30.0
+# Tokens that say too little about channels: the first ones of a text, whose keys are unlike all others.
+FIRST = 4
 
 # Buffers must be ordinary tensors even when they are made under `torch.inference_mode`: a later step may run outside of
 # it, and would not be allowed to write to them.
@@ -73,6 +78,23 @@ def grown(buffer: torch.Tensor, used: int, capacity: int, fill: int = 0) -> torc
     return larger
 
 
+def check_finite(keys: torch.Tensor, values: torch.Tensor, cure: str = "") -> None:
+    """Raises ValueError where a number is not finite. On a CPU alone: elsewhere looking would make the device wait."""
+    for name, x in (("key_states", keys), ("value_states", values)):
+        if x.device.type == "cpu" and not x.isfinite().all():
+            raise ValueError(
+                f"{name} has numbers that are not finite, which can't be encoded; finite numbers are accepted{cure}"
+            )
+
+
+def has_outlier(keys: torch.Tensor) -> bool:
+    """Whether in any row and head of `[batch, kv_heads, tokens, dim]` a channel's RMS is `OUTLIER` times the median."""
+    if keys.shape[2] == 0:
+        return False
+    rms = keys.float().square().mean(2).sqrt()
+    return bool((rms.amax(-1) > OUTLIER * rms.median(-1).values).any())
+
+
 class ContiguousStore(Store):
     """Grows in place. With a `limit`, slots are reused and `positions` tells which token each holds.
 
@@ -82,8 +104,11 @@ class ContiguousStore(Store):
     """
 
     def __init__(self, keys: Codec, values: Codec, limit: int | None = None):
+        self.codecs = (keys, values)
         self.keys, self.values = Side(keys), Side(values)
         self.limit = limit
+        # Whether a first block was searched for channels that few bits can't hold.
+        self.searched = False
         self.length = 0
         self.capacity = 0
         self._positions: torch.Tensor | None = None
@@ -97,6 +122,7 @@ class ContiguousStore(Store):
         self.keys.allocate(keys)
         self.values.allocate(values)
         self.length = self.capacity = 0
+        self.searched = False
         if self.limit is not None:
             self._positions = torch.full((1, 1, 0), -1, dtype=torch.int32, device=keys.device)
 
@@ -113,7 +139,9 @@ class ContiguousStore(Store):
         self.capacity = capacity
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[dict, dict]:
-        """The fields of both sides."""
+        """The fields of both sides. The first block decides whether few bits can hold the keys at all."""
+        if not self.searched:
+            self._search(keys)
         one, other = self.keys.codec, self.values.codec
         few = keys.shape[2] <= FEW and keys.shape == values.shape
         if one != other or not few or isinstance(one, Plain):
@@ -121,11 +149,28 @@ class ContiguousStore(Store):
         both = one.encode(torch.cat([keys, values])).fields
         return tuple({name: half[i] for name, half in ((n, x.chunk(2)) for n, x in both.items())} for i in (0, 1))
 
+    @ordinary_tensors
+    def _search(self, keys: torch.Tensor) -> None:
+        """Full precision for all keys where those of the first block have channels that few bits can't hold."""
+        self.searched = True
+        # A plan has shapes alone.
+        if keys.is_meta or isinstance(self.keys.codec, Plain) or not has_outlier(keys[:, :, FIRST:]):
+            return
+        self.keys = Side(CODECS["dense"])
+        self.keys.allocate(keys)
+        self.keys.reserve(0, self.capacity)
+
+    @property
+    def kept_plain(self) -> bool:
+        """Whether outliers were found and the keys are kept in the model's dtype."""
+        return self.keys.codec != self.codecs[0]
+
     def append(self, keys: torch.Tensor, values: torch.Tensor, start: int | None = None) -> None:
         """Encodes and adds tokens after those that are there; `start` is the logical position of the first one."""
         tokens = keys.shape[2]
         self.reserve(self.length + tokens)
-        for side, encoded in zip((self.keys, self.values), self.encode(keys, values), strict=True):
+        blocks = self.encode(keys, values)
+        for side, encoded in zip((self.keys, self.values), blocks, strict=True):
             side.write(self.length, encoded)
         if self._positions is not None:
             first = self.length if start is None else start
@@ -143,7 +188,8 @@ class ContiguousStore(Store):
 
         if tokens > 1:
             keys, values = (x.gather(2, spread(admission.source, x.shape[-1])) for x in (keys, values))
-        for side, encoded in zip((self.keys, self.values), self.encode(keys, values), strict=True):
+        blocks = self.encode(keys, values)
+        for side, encoded in zip((self.keys, self.values), blocks, strict=True):
             for name, block in encoded.items():
                 buffer = side.buffers[name]
                 index = spread(slots, block.shape[-1])
@@ -200,7 +246,7 @@ class ContiguousStore(Store):
             self._positions = self._positions.to(device, non_blocking=True)
 
     def reset(self) -> None:
-        self.__init__(self.keys.codec, self.values.codec, self.limit)
+        self.__init__(*self.codecs, self.limit)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.keys.buffers.values()

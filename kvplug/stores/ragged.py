@@ -13,8 +13,8 @@ import torch
 
 from kvplug.codecs import Encoded
 from kvplug.stores.base import Held
-from kvplug.stores.contiguous import grown, ordinary_tensors
-from kvplug.stores.residual import PLAIN, ResidualStore, check_finite
+from kvplug.stores.contiguous import check_finite, grown, ordinary_tensors
+from kvplug.stores.residual import CURE, PLAIN, ResidualStore
 from kvplug.view import Segment
 
 
@@ -156,9 +156,7 @@ class RaggedStore(ResidualStore):
         more = (due - self.done)[rows]
         first = self.done - (counts - (columns >= 0).sum(-1))
         found, picked = self._pick(pool, columns, first, int(more.max()), rows)
-        check_finite(*picked)
-        if self.encoded.length == 0:
-            self._choose_codec(picked[0][:, :, : self.group])
+        check_finite(*picked, CURE)
         blocks = self.encoded.encode(*picked)
         self.encoded.reserve(int(due.max()) - self.sinks)
         if self._encoded_table.shape[2] < self.encoded.capacity:

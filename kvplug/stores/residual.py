@@ -13,7 +13,7 @@ import torch
 
 from kvplug.codecs import Codec, Plain
 from kvplug.stores.base import Held, Store
-from kvplug.stores.contiguous import ContiguousStore, Side, grown, ordinary_tensors
+from kvplug.stores.contiguous import ContiguousStore, Side, check_finite, grown, ordinary_tensors
 from kvplug.view import Segment
 
 # Tokens that a flush encodes at once where the codec has no groups: encoding costs a handful of operations, whatever
@@ -24,10 +24,10 @@ FLUSH = 16
 UNDO = 8
 # The tail's buffer grows by so many tokens until it is as large as it gets.
 TAIL_SLAB = 32
-# A key channel this many times louder than the median one is too much for a few bits.
-OUTLIER = 30.0
 
 PLAIN = Plain()
+# What to do about a number that can't be encoded, once its forward is over.
+CURE = "; crop() takes back the tokens of the last forward, reset() empties the cache"
 
 
 def group_of(keys: Codec, values: Codec) -> int:
@@ -172,7 +172,7 @@ class ResidualStore(Store):
             return [x[:, :, start - before : stop - before] for x in new]
 
         if target > before:
-            check_finite(*fresh(max(self.settled, before), target))
+            check_finite(*fresh(max(self.settled, before), target), CURE)
         if target > self.settled and self.settled < before:
             # The group that began before these tokens is made whole; the others are encoded where they are.
             middle = min(self.settled + -(-(before - self.settled) // self.group) * self.group, target)
@@ -203,28 +203,14 @@ class ResidualStore(Store):
         self._write(start, *fresh(start, length))
 
     def _flush(self, tokens: list[torch.Tensor], settled: int) -> None:
-        check_finite(*tokens)
-        if self.encoded.length == 0:
-            self._choose_codec(tokens[0][:, :, : self.group])
+        check_finite(*tokens, CURE)
         self.encoded.append(*tokens)
         self.settled = settled
 
-    @ordinary_tensors
-    def _choose_codec(self, keys: torch.Tensor) -> None:
-        """Full precision for all keys where the first group has channels that few bits can't hold."""
-        codec = self.codecs[0]
-        # A plan has shapes alone.
-        if not keys.is_meta and bits_of(codec) < 16 and has_outlier(keys):
-            codec = PLAIN
-        if codec != self.keys.codec:
-            self.encoded.keys = Side(codec)
-            self.encoded.keys.allocate(keys)
-            self.encoded.keys.reserve(0, self.encoded.capacity)
-
     @property
     def kept_plain(self) -> bool:
-        """Whether outliers were found and the keys are kept in the model's dtype."""
-        return self.keys.codec != self.codecs[0]
+        """As of the `ContiguousStore`."""
+        return self.encoded.kept_plain
 
     def segments(self) -> list[Segment]:
         """What is held: the encoded tokens, and in one piece the sinks and the tail."""
@@ -286,19 +272,3 @@ class ResidualStore(Store):
         tokens = min(self.length, self.sinks) + max(self.length - self.settled, 0)
         used = sum(x[:, :, :tokens].numel() * x.itemsize for x in self.dense)
         return replace(encoded, residual=used, spare=encoded.spare + dense - used)
-
-
-def check_finite(keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raises ValueError where a number is not finite. On a CPU alone: elsewhere looking would make the device wait."""
-    for name, x in (("key_states", keys), ("value_states", values)):
-        if x.device.type == "cpu" and not x.isfinite().all():
-            raise ValueError(
-                f"{name} has numbers that are not finite, which can't be encoded; finite numbers are accepted. "
-                "crop() takes back the tokens of the last forward, reset() empties the cache"
-            )
-
-
-def has_outlier(keys: torch.Tensor) -> bool:
-    """Whether in any row and head of `[batch, kv_heads, tokens, dim]` a channel's RMS is `OUTLIER` times the median."""
-    rms = keys.float().square().mean(2).sqrt()
-    return bool((rms.amax(-1) > OUTLIER * rms.median(-1).values).any())

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from evals import console, generation, memory, perplexity, retrieval, streaming, throughput, tradeoff
+from evals import console, distortion, generation, memory, perplexity, retrieval, streaming, throughput, tradeoff
 
 ROOT = Path(__file__).parents[2]
-EVALS = [module.main for module in (generation, memory, perplexity, retrieval, streaming, throughput, tradeoff)]
+EVALS = [
+    module.main for module in (distortion, generation, memory, perplexity, retrieval, streaming, throughput, tradeoff)
+]
 
 
 def run(command, *arguments):

@@ -25,6 +25,7 @@ def entry(spec, kl, bits, drops=False, **decode):
             "bytes_per_token": 12345.6,
             "bits_held": bits,
             "bits_stored": None,
+            "bits_at_16": None,
             "drops_tokens": drops,
             "report": None,
             "report_agrees": None,
