@@ -18,7 +18,7 @@ from evals import console, figure, held, metrics, models, report, runner, specs,
 from evals.errors import InputError
 from evals.runner import Eval, Piece
 
-DEFAULT_CACHES = ["int8", "int4", "window:window=240", "streaming:sinks=4,window=236"]
+DEFAULT_CACHES = ["int8", "int4", "int3", "window:window=240", "streaming:sinks=4,window=236"]
 LENGTHS = [900]
 DEPTHS = [0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95]
 NEEDLES = [1]

@@ -20,7 +20,10 @@ from evals.errors import InputError
 from evals.models import Loaded, forward
 from evals.runner import Eval, Piece
 
-DEFAULT_CACHES = ["dense", "int8", "int4", "transformers:static", "transformers:fp8", "transformers:hqq4"]
+DEFAULT_CACHES = [
+    *("dense", "int8", "fp8", "int4", "int3", "int2"),
+    *("transformers:static", "transformers:fp8", "transformers:hqq4"),
+]
 # A prompt this long gives the real keys and values that are repeated to fill a cache of any length.
 TILE = 256
 # What full precision may differ by in KL: sums are rounded in another order, which shows more in 16 bits.
