@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvplug.codecs.base import Codec, Encoded, Field, Linear
+from kvplug.codecs.base import Codec, Encoded, Factors, Field
 from kvplug.codecs.cast import Float8, Plain
 from kvplug.codecs.channel import PerChannel
 from kvplug.codecs.grouped import GroupWise
@@ -53,10 +53,10 @@ __all__ = [
     "SCHEMES",
     "Codec",
     "Encoded",
+    "Factors",
     "Field",
     "Float8",
     "GroupWise",
-    "Linear",
     "PerChannel",
     "PerToken",
     "Plain",

@@ -67,40 +67,40 @@ class Encoded:
         """The tokens as `[batch, kv_heads, tokens, dim]` in `dtype`."""
         return self.codec.decode(self, dtype)
 
-    def linear(self) -> Linear:
-        return self.codec.linear(self)
+    def codes(self) -> torch.Tensor:
+        return self.codec.codes(self)
+
+    def factors(self) -> Factors:
+        return self.codec.factors(self)
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A block as attention reads it: x = unrotate(codes * scale + zero + offset of the token's group).
+class Factors:
+    """What makes numbers of codes: x = unrotate(codes * scale + zero + offset of the token's group).
 
-    `codes` is fp32 `[planes, batch, kv_heads, tokens, width]`, with channel p * width + i at place i of plane p: as the
-    parts of a byte come, one plane where nothing is packed. Places past dim hold anything finite. `scale` and `zero`
-    are fp32 `[batch, kv_heads, 1, tokens]` or None (1 and 0), laid out to multiply a row of scores. A score then costs
-    one product with the codes, and scale and zero are applied to the scores rather than to every element. `offset` is
-    fp32 `[batch, kv_heads, groups, dim]` or None (0), one row for every granule of tokens, so that its product costs a
-    granule's share of the codes'.
+    `scale` and `zero` are fp32 `[batch, kv_heads, 1, tokens]` or None (1 and 0), laid out to multiply a row of scores:
+    a score costs one product with the codes, and scale and zero are applied to the scores rather than to every element.
+    `offset` is fp32 `[batch, kv_heads, groups, dim]` or None (0), one row for every granule of tokens, so that its
+    product costs a granule's share of the codes'.
     """
 
-    codes: torch.Tensor
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
     offset: torch.Tensor | None = None
 
-    def split(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows `[..., dim]` as the planes are, `[planes, ..., width]`, zero past dim."""
-        planes, width = self.codes.shape[0], self.codes.shape[-1]
-        if planes == 1:
-            return rows[None]
-        lacking = planes * width - rows.shape[-1]
-        rows = torch.nn.functional.pad(rows, (0, lacking)) if lacking else rows
-        return rows.unflatten(-1, (planes, width)).movedim(-2, 0)
 
-    @staticmethod
-    def join(planes: torch.Tensor, dim: int) -> torch.Tensor:
-        """The inverse of `split`: `[planes, ..., width]` → `[..., dim]`."""
-        return planes[0] if len(planes) == 1 else planes.movedim(0, -2).flatten(-2)[..., :dim]
+def to_planes(x: torch.Tensor, planes: int, width: int) -> torch.Tensor:
+    """x `[..., dim]` as codes come (see `Codec.codes`): `[planes, ..., width]`, zero past dim."""
+    if planes == 1:
+        return x[None]
+    lacking = planes * width - x.shape[-1]
+    x = torch.nn.functional.pad(x, (0, lacking)) if lacking else x
+    return x.unflatten(-1, (planes, width)).movedim(-2, 0)
+
+
+def from_planes(planes: torch.Tensor, dim: int) -> torch.Tensor:
+    """The inverse of `to_planes`: `[planes, ..., width]` → `[..., dim]`."""
+    return planes[0] if len(planes) == 1 else planes.movedim(0, -2).flatten(-2)[..., :dim]
 
 
 class Codec:
@@ -121,9 +121,17 @@ class Codec:
         """x `[batch, kv_heads, tokens, dim]` of any floating dtype → what is stored."""
         raise NotImplementedError
 
-    def linear(self, encoded: Encoded) -> Linear:
-        """The block without its rotation, as attention reads it."""
+    def codes(self, encoded: Encoded) -> torch.Tensor:
+        """The codes as attention multiplies them, fp32 `[planes, batch, kv_heads, tokens, width]`.
+
+        Channel p * width + i lies at place i of plane p, as the parts of a byte come; one plane where nothing is packed.
+        Places past dim hold anything finite.
+        """
         raise NotImplementedError
+
+    def factors(self, encoded: Encoded) -> Factors:
+        """What the codes are multiplied with and what is added."""
+        return Factors()
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """The codec's rotation along the last dimension; the identity where there is none."""
@@ -135,14 +143,13 @@ class Codec:
 
     def decode(self, encoded: Encoded, dtype: torch.dtype) -> torch.Tensor:
         """What was encoded, within the codec's error, as `[batch, kv_heads, tokens, dim]` in `dtype`."""
-        block = self.linear(encoded)
-        x = block.join(block.codes, encoded.dim)
-        if block.scale is not None:
-            x = x * block.scale.transpose(-1, -2)
-        if block.zero is not None:
-            x = x + block.zero.transpose(-1, -2)
-        if block.offset is not None:
-            x = x + block.offset.repeat_interleave(self.granule, dim=2)[:, :, : x.shape[2]]
+        x, factors = from_planes(self.codes(encoded), encoded.dim), self.factors(encoded)
+        if factors.scale is not None:
+            x = x * factors.scale.transpose(-1, -2)
+        if factors.zero is not None:
+            x = x + factors.zero.transpose(-1, -2)
+        if factors.offset is not None:
+            x = x + factors.offset.repeat_interleave(self.granule, dim=2)[:, :, : x.shape[2]]
         x = self.unrotate(x)
         if dtype == torch.float16:
             # A value near fp16's largest may come back just above it.

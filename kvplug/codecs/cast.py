@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvplug.codecs.base import Codec, Encoded, Field, Linear, bf16_above, in_pieces
+from kvplug.codecs.base import Codec, Encoded, Factors, Field, bf16_above, in_pieces
 
 # Scales are kept in bf16 whatever the model's type: an fp16 scale would underflow for groups of tiny values.
 SCALE_DTYPE = torch.bfloat16
@@ -32,8 +32,8 @@ class Plain(Codec):
     def encode(self, x: torch.Tensor) -> Encoded:
         return Encoded(self, {"codes": x}, x.shape[-1])
 
-    def linear(self, encoded: Encoded) -> Linear:
-        return Linear(encoded.fields["codes"].float()[None])
+    def codes(self, encoded: Encoded) -> torch.Tensor:
+        return encoded.fields["codes"].float()[None]
 
     def decode(self, encoded: Encoded, dtype: torch.dtype) -> torch.Tensor:
         return encoded.fields["codes"].to(dtype)
@@ -80,14 +80,16 @@ class Float8(Codec):
         codes = codes.view(torch.uint8).take_along_dim(best, dim=-2)
         return codes.squeeze(-2), scale.take_along_dim(best, dim=-2).squeeze(-2).to(SCALE_DTYPE)
 
-    def linear(self, encoded: Encoded) -> Linear:
-        scale = encoded.fields["scale"].float().transpose(-1, -2)
+    def codes(self, encoded: Encoded) -> torch.Tensor:
         bits = encoded.fields["codes"].view(torch.int8).to(torch.int16)
         if self.format == "e5m2":
             # The upper byte of an fp16.
-            return Linear(bits.bitwise_left_shift_(8).view(torch.float16).float()[None], scale)
+            return bits.bitwise_left_shift_(8).view(torch.float16).float()[None]
         # The bits of an e4m3 shifted under an fp16's are that number times 2^-8 (the difference of the exponents'
         # biases), subnormals included; on CPUs this is a few times faster than the cast. Widening repeats the sign, so
         # one copy of it has to be cleared. 0x7F (NaN) is never written.
-        codes = bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float()
-        return Linear(codes[None], scale * 256.0)
+        return bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float()[None]
+
+    def factors(self, encoded: Encoded) -> Factors:
+        scale = encoded.fields["scale"].float().transpose(-1, -2)
+        return Factors(scale if self.format == "e5m2" else scale * 256.0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvplug.codecs.base import Codec, Encoded, Field, Linear
+from kvplug.codecs.base import Codec, Encoded, Factors, Field
 from kvplug.codecs.cast import SCALE_DTYPE
 from kvplug.codecs.groups import check_group_size, in_groups, rows_in_groups
 from kvplug.codecs.integer import PerToken, check_bits, quantize
@@ -55,10 +55,13 @@ class PerChannel(Codec):
         codes, scale, zero = (torch.cat([t.flatten(2, 3) for t in each], dim=2) for each in zip(*parts, strict=True))
         return Encoded(self, {**pack(codes, self.bits), "scale": scale, "zero": zero}, x.shape[-1])
 
-    def linear(self, encoded: Encoded) -> Linear:
+    def codes(self, encoded: Encoded) -> torch.Tensor:
         f = encoded.fields
         codes, scale = unpack(f, self.bits, encoded.dim).float(), f["scale"].float()
         rows = rows_in_groups(scale, self.group_size, encoded.tokens)
         for part, row in zip(in_groups(codes, self.group_size), rows, strict=True):
             part.mul_(row[:, :, :, None])
-        return Linear(codes[None], offset=f["zero"].float())
+        return codes[None]
+
+    def factors(self, encoded: Encoded) -> Factors:
+        return Factors(offset=encoded.fields["zero"].float())

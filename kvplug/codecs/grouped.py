@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvplug.codecs.base import Codec, Encoded, Field, Linear
+from kvplug.codecs.base import Codec, Encoded, Field
 from kvplug.codecs.cast import SCALE_DTYPE
 from kvplug.codecs.groups import check_group_size
 from kvplug.codecs.integer import check_bits, quantize
@@ -56,9 +56,9 @@ class GroupWise(Codec):
         fields = {**pack(codes.flatten(-2), self.bits), "scale": scale.squeeze(-1), "zero": zero.squeeze(-1)}
         return Encoded(self, fields, dim)
 
-    def linear(self, encoded: Encoded) -> Linear:
+    def codes(self, encoded: Encoded) -> torch.Tensor:
         f = encoded.fields
         codes = unpack(f, self.bits, encoded.dim).float()
         groups = codes.unflatten(-1, (-1, self.group_size))
         groups.mul_(f["scale"].float()[..., None]).add_(f["zero"].float()[..., None])
-        return Linear(codes[None])
+        return codes[None]

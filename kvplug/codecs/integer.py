@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvplug.codecs.base import Codec, Encoded, Field, Linear, bf16_above, bf16_below
+from kvplug.codecs.base import Codec, Encoded, Factors, Field, bf16_above, bf16_below
 from kvplug.codecs.cast import SCALE_DTYPE
 from kvplug.codecs.packing import BITS, code_fields, pack, unpack_planes
 
@@ -62,7 +62,8 @@ class PerToken(Codec):
         codes, scale, zero = quantize(x.float(), (1 << self.bits) - 1)
         return Encoded(self, {**pack(codes, self.bits), "scale": scale, "zero": zero}, x.shape[-1])
 
-    def linear(self, encoded: Encoded) -> Linear:
-        f = encoded.fields
-        codes = unpack_planes(f, self.bits).float()
-        return Linear(codes, f["scale"].float().transpose(-1, -2), f["zero"].float().transpose(-1, -2))
+    def codes(self, encoded: Encoded) -> torch.Tensor:
+        return unpack_planes(encoded.fields, self.bits).float()
+
+    def factors(self, encoded: Encoded) -> Factors:
+        return Factors(*(encoded.fields[name].float().transpose(-1, -2) for name in ("scale", "zero")))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvplug.codecs.base import Codec, Encoded, Field, Linear, in_pieces, rotate_blocks
+from kvplug.codecs.base import Codec, Encoded, Factors, Field, in_pieces, rotate_blocks
 from kvplug.codecs.cast import SCALE_DTYPE
 from kvplug.codecs.groups import check_group_size, group_mean, spread
 from kvplug.codecs.packing import code_fields, pack, unpack_planes
@@ -173,14 +173,18 @@ class Rotated(Codec):
         product, square = (level * y).sum(-1, keepdim=True), level.square().sum(-1, keepdim=True)
         return codes.to(torch.uint8), product, square
 
-    def linear(self, encoded: Encoded) -> Linear:
+    def codes(self, encoded: Encoded) -> torch.Tensor:
+        codes = unpack_planes(encoded.fields, self.bits)
+        if self.codebook == "uniform":
+            return codes.float()
+        # Levels are whole numbers below 2**15, and 16-bit integers pass through memory at half the cost of fp32.
+        odd = codes.view(torch.int8).mul_(2).sub_((1 << self.bits) - 1).to(torch.int16)
+        return torch.addcmul(cubic(self.bits, odd.device), odd, odd).mul_(odd).float()
+
+    def factors(self, encoded: Encoded) -> Factors:
         f = encoded.fields
-        codes = unpack_planes(f, self.bits)
-        scale, last = f["scale"].float().transpose(-1, -2), (1 << self.bits) - 1
+        scale = f["scale"].float().transpose(-1, -2)
         offset = f["offset"].float() if self.group_size is not None else None
         if self.codebook == "uniform":
-            return Linear(codes.float(), scale * 2, scale * -last, offset)
-        # Levels are whole numbers below 2**15, and 16-bit integers pass through memory at half the cost of fp32.
-        odd = codes.view(torch.int8).mul_(2).sub_(last).to(torch.int16)
-        level = torch.addcmul(cubic(self.bits, odd.device), odd, odd).mul_(odd).float()
-        return Linear(level, scale * UNIT[self.bits], offset=offset)
+            return Factors(scale * 2, scale * (1 - (1 << self.bits)), offset)
+        return Factors(scale * UNIT[self.bits], offset=offset)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvplug.codecs import Encoded
+from kvplug.codecs.base import from_planes, to_planes
 from kvplug.view import KVView
 
 # Elements of a block of codes, 8 MiB once they are fp32. Smaller ones would fit a core's cache but cost more calls.
@@ -28,37 +29,43 @@ def attend(
     kv_heads = next(view.segments[0].keys.tensors()).shape[1]
     group = heads // kv_heads
     rows = (query.float() * scale).reshape(batch, kv_heads, group * queries, -1)
+    count = rows.shape[2]
+    if count % 4 == 3:
+        # Products of four rows take less time than those of three.
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
     scores = rows.new_empty(*rows.shape[:3], view.tokens)
     start = 0
     for segment in view.segments:
         _scores(rows, segment.keys, scores[..., start : start + segment.tokens])
         start += segment.tokens
+    scores = scores[:, :, :count]
     if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
+        scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:
-        scores = _masked(scores, mask, group)
+        _mask(scores, mask, group)
     weights = _softmax(scores, sinks, kv_heads, group, queries)
+    if rows.shape[2] > count:
+        weights = torch.nn.functional.pad(weights, (0, 0, 0, 1))
     out, start = 0, 0
     for segment in view.segments:
         out = out + _weighted(weights[..., start : start + segment.tokens], segment.values)
         start += segment.tokens
-    return out.reshape(batch, heads, queries, -1).to(query.dtype)
+    return out[:, :, :count].reshape(batch, heads, queries, -1).to(query.dtype)
 
 
-def _masked(scores: torch.Tensor, mask: torch.Tensor, group: int) -> torch.Tensor:
+def _mask(scores: torch.Tensor, mask: torch.Tensor, group: int) -> None:
     """Applies a mask `[.., 1, kv_heads or heads, queries, slots]` to scores `[batch, kv_heads, rows, slots]`."""
-    batch, kv_heads, rows, slots = scores.shape
+    kv_heads, rows = scores.shape[1:3]
     queries = rows // group
     if mask.shape[1] == kv_heads * group:
-        mask = mask.reshape(mask.shape[0], kv_heads, group, queries, slots)
+        mask = mask.unflatten(1, (kv_heads, group))
     else:
         mask = mask[:, :, None]
-    scores = scores.reshape(batch, kv_heads, group, queries, slots)
+    scores = scores.unflatten(2, (group, queries))
     if mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     else:
-        scores = scores + mask
-    return scores.reshape(batch, kv_heads, rows, slots)
+        scores.add_(mask)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, kv_heads: int, group: int, queries: int) -> torch.Tensor:
@@ -70,60 +77,45 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, kv_heads: int, gr
 
 
 def _blocks(encoded: Encoded):
-    """The encoded tokens in blocks of about `BLOCK_ELEMENTS`, with where each starts."""
+    """The encoded tokens in blocks of about `BLOCK_ELEMENTS`: where each starts and stops, and its codes."""
     sample = next(encoded.tensors())
     granule = encoded.codec.granule
     step = max(BLOCK_ELEMENTS // max(sample.shape[0] * sample.shape[1] * encoded.dim * granule, 1), 1) * granule
     for start in range(0, encoded.tokens, step):
-        yield start, encoded.narrow(start, min(step, encoded.tokens - start))
+        stop = min(start + step, encoded.tokens)
+        yield start, stop, encoded.narrow(start, stop - start).codes()
 
 
 def _scores(rows: torch.Tensor, keys: Encoded, out: torch.Tensor) -> None:
     """Writes rows `[batch, kv_heads, rows, head_dim]` times the keys to `out` `[batch, kv_heads, rows, tokens]`."""
-    rotated, granule = keys.codec.rotate(rows), keys.codec.granule
-    total = None
-    for start, block in _blocks(keys):
-        part = block.linear()
-        scores = out[..., start : start + block.tokens]
-        products = _product(part.split(rotated), part.codes.transpose(-1, -2))
-        if part.scale is None:
-            torch.sum(products, 0, out=scores)
-        elif len(products) == 1:
-            torch.mul(products[0], part.scale, out=scores)
-        else:
-            torch.mul(products.sum(0), part.scale, out=scores)
-        if part.zero is not None:
-            total = rotated.sum(-1, keepdim=True) if total is None else total
-            scores.addcmul_(total, part.zero)
-        if part.offset is not None:
-            groups = rotated @ part.offset.transpose(-1, -2)
-            whole = block.tokens // granule
-            scores[..., : whole * granule].unflatten(-1, (whole, granule)).add_(groups[..., :whole, None])
-            scores[..., whole * granule :].add_(groups[..., whole:])
+    rotated, factors, planes = keys.codec.rotate(rows), keys.factors(), None
+    for start, stop, codes in _blocks(keys):
+        if planes is None:
+            planes = to_planes(rotated, codes.shape[0], codes.shape[-1]).contiguous()
+        torch.sum(planes @ codes.transpose(-1, -2), 0, out=out[..., start:stop])
+    if factors.scale is not None:
+        out.mul_(factors.scale)
+    if factors.zero is not None:
+        out.addcmul_(rotated.sum(-1, keepdim=True), factors.zero)
+    if factors.offset is not None:
+        granule = keys.codec.granule
+        groups, whole = rotated @ factors.offset.transpose(-1, -2), keys.tokens // granule
+        out[..., : whole * granule].unflatten(-1, (whole, granule)).add_(groups[..., :whole, None])
+        out[..., whole * granule :].add_(groups[..., whole:])
 
 
 def _weighted(weights: torch.Tensor, values: Encoded) -> torch.Tensor:
     """Weights `[batch, kv_heads, rows, tokens]` times the values: `[batch, kv_heads, rows, value_dim]`, fp32."""
-    out = 0
-    for start, block in _blocks(values):
-        part = block.linear()
-        share = weights[..., start : start + block.tokens]
-        scaled = share if part.scale is None else share * part.scale
-        product = part.join(_product(scaled[None], part.codes), values.dim)
-        if part.zero is not None:
-            product = product + share @ part.zero.transpose(-1, -2)
-        if part.offset is not None:
-            product = product + _by_group(share, values.codec.granule) @ part.offset
-        out = out + product
+    factors, total = values.factors(), 0
+    scaled = weights if factors.scale is None else weights * factors.scale
+    for start, stop, codes in _blocks(values):
+        total = total + scaled[..., start:stop] @ codes
+    out = from_planes(total, values.dim)
+    if factors.zero is not None:
+        out = out + (weights * factors.zero).sum(-1, keepdim=True)
+    if factors.offset is not None:
+        out = out + _by_group(weights, values.codec.granule) @ factors.offset
     return values.codec.unrotate(out)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a `[..., rows, n]` times b `[..., n, m]`. Four rows take less time than three, and eight than seven."""
-    rows = a.shape[-2]
-    if rows % 4 != 3:
-        return a @ b
-    return (torch.nn.functional.pad(a, (0, 0, 0, 1)) @ b)[..., :rows, :]
 
 
 def _by_group(weights: torch.Tensor, granule: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvplug.codecs import SCHEMES, Float8, GroupWise, PerChannel, PerToken, Rotated, get_codec
+from kvplug.codecs.base import from_planes
 from kvplug.codecs.packing import code_fields, pack, unpack
 from tests import codec_twins as twins
 from tests.codecs.cases import CODECS, DTYPES, LOW_BIT, ROTATED, TOKENWISE, block, fits, round_trip
@@ -150,8 +151,8 @@ def test_every_level_is_read_back(codebook, bits):
     for name, tensor in pack(codes, bits).items():
         encoded.fields[name].copy_(tensor)
     encoded.fields["scale"].fill_(1.0)
-    block = codec.linear(encoded)
-    read = block.join(block.codes, 2**bits) * block.scale + (0 if block.zero is None else block.zero)
+    factors = codec.factors(encoded)
+    read = from_planes(codec.codes(encoded), 2**bits) * factors.scale + (0 if factors.zero is None else factors.zero)
     assert torch.equal(read[0, 0, 0].double(), twins.levels(bits, codebook))
 
 
@@ -222,7 +223,7 @@ def test_a_strided_input_is_left_as_it_was(name):
 def test_reading_leaves_what_is_stored(name):
     encoded = CODECS[name].encode(block(2, 2, 9, 64))
     before = {field: tensor.clone() for field, tensor in encoded.fields.items()}
-    encoded.linear()
+    encoded.codes(), encoded.factors()
     for field, tensor in encoded.fields.items():
         assert torch.equal(tensor, before[field])
 
