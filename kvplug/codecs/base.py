@@ -124,8 +124,8 @@ class Codec:
     def codes(self, encoded: Encoded) -> torch.Tensor:
         """The codes as attention multiplies them, fp32 `[planes, batch, kv_heads, tokens, width]`.
 
-        Channel p * width + i lies at place i of plane p, as the parts of a byte come; one plane where nothing is packed.
-        Places past dim hold anything finite.
+        Channel p * width + i lies at place i of plane p, as the parts of a byte come; there is one plane where nothing
+        is packed. Places past dim hold anything finite.
         """
         raise NotImplementedError
 
