@@ -206,6 +206,11 @@ def make_codecs(
         get_codec(name, argument, side=side, **how)
         for side, (argument, name), how in zip(("keys", "values"), sides, own, strict=True)
     ]
+    if group_size is not None and all(getattr(codec, "group_size", None) != group_size for codec in found):
+        raise ValueError(
+            f"group_size={group_size!r} is for groups of keys, or of channels, and keys={found[0].name!r} and "
+            f"values={found[1].name!r} have none; None is accepted"
+        )
     return found[0], found[1]
 
 

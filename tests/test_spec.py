@@ -42,8 +42,9 @@ def test_specs_differ(model):
     """Each of them gives another answer, so none of them is silently another."""
     ids, chunks = models.tokens(1, 24), [12, 1, 1, 10]
     low = ":group_size=4,residual=2,sinks=1"
-    specs = f"dense fp8 int8 int4{low} int3{low} quant{low},keys=int8 quant{low},values=int8 "
-    specs += f"quant{low},scheme=channel quant:group_size=4,residual=3,sinks=1 window:window=8 window:window=8+int4 "
+    specs = f"dense fp8 int8 int4{low} int3{low} quant{low},keys=int8,scheme=channel quant{low},values=int8 "
+    specs += f"quant{low},scheme=channel quant{low},scheme=lloyd_max quant:group_size=4,residual=3,sinks=1 "
+    specs += "window:window=8 window:window=8+int4 "
     specs += "streaming:sinks=2,window=6 streaming:sinks=2,window=6,positions=original"
     seen = {}
     for spec in specs.split():

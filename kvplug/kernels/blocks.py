@@ -6,6 +6,8 @@ are applied to scores and weights, a rotated codec's rotation to the query and t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kvplug.codecs import Encoded
@@ -33,14 +35,14 @@ def attend(
     if count % 4 == 3:
         # Products of four rows take less time than those of three.
         rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
-    scores = rows.new_empty(*rows.shape[:3], view.tokens)
+    scores = torch.cat([part for segment in view.segments for part in _products(rows, segment.keys)], dim=-1)
     start = 0
     for segment in view.segments:
-        _scores(rows, segment.keys, scores[..., start : start + segment.tokens])
+        _apply_factors(scores[..., start : start + segment.tokens], rows, segment.keys)
         start += segment.tokens
     scores = scores[:, :, :count]
     if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         _mask(scores, mask, group)
     weights = _softmax(scores, sinks, kv_heads, group, queries)
@@ -86,22 +88,32 @@ def _blocks(encoded: Encoded):
         yield start, stop, encoded.narrow(start, stop - start).codes()
 
 
-def _scores(rows: torch.Tensor, keys: Encoded, out: torch.Tensor) -> None:
-    """Writes rows `[batch, kv_heads, rows, head_dim]` times the keys to `out` `[batch, kv_heads, rows, tokens]`."""
-    rotated, factors, planes = keys.codec.rotate(rows), keys.factors(), None
-    for start, stop, codes in _blocks(keys):
+def _products(rows: torch.Tensor, keys: Encoded) -> Iterator[torch.Tensor]:
+    """rows `[batch, kv_heads, rows, head_dim]` times the codes of the keys, block by block:
+    `[batch, kv_heads, rows, tokens]`."""
+    rotated, planes = keys.codec.rotate(rows), None
+    for _, _, codes in _blocks(keys):
         if planes is None:
             planes = to_planes(rotated, codes.shape[0], codes.shape[-1]).contiguous()
-        torch.sum(planes @ codes.transpose(-1, -2), 0, out=out[..., start:stop])
+        products = planes @ codes.transpose(-1, -2)
+        yield products[0] if len(products) == 1 else products.sum(0)
+
+
+def _apply_factors(scores: torch.Tensor, rows: torch.Tensor, keys: Encoded) -> None:
+    """Makes scores `[batch, kv_heads, rows, tokens]` of products with codes."""
+    factors = keys.factors()
     if factors.scale is not None:
-        out.mul_(factors.scale)
+        scores.mul_(factors.scale)
+    if factors.zero is None and factors.offset is None:
+        return
+    rotated = keys.codec.rotate(rows)
     if factors.zero is not None:
-        out.addcmul_(rotated.sum(-1, keepdim=True), factors.zero)
+        scores.addcmul_(rotated.sum(-1, keepdim=True), factors.zero)
     if factors.offset is not None:
         granule = keys.codec.granule
         groups, whole = rotated @ factors.offset.transpose(-1, -2), keys.tokens // granule
-        out[..., : whole * granule].unflatten(-1, (whole, granule)).add_(groups[..., :whole, None])
-        out[..., whole * granule :].add_(groups[..., whole:])
+        scores[..., : whole * granule].unflatten(-1, (whole, granule)).add_(groups[..., :whole, None])
+        scores[..., whole * granule :].add_(groups[..., whole:])
 
 
 def _weighted(weights: torch.Tensor, values: Encoded) -> torch.Tensor:

@@ -13,6 +13,10 @@ WRONG = {
     "dtype": (lambda m: kvplug.QuantCache(m, dtype="int5"), ["dtype", "int5", "int4", "int8", "fp8"]),
     "keys": (lambda m: kvplug.QuantCache(m, keys="in4"), ["keys", "in4", "int4"]),
     "values": (lambda m: kvplug.QuantCache(m, values="fp16x"), ["values", "fp16x", "fp8"]),
+    "group_size_of_nothing": (
+        lambda m: kvplug.QuantCache(m, keys="int8", values="int4", group_size=8),
+        ["group_size", "8", "int8", "int4", "None"],
+    ),
     "scheme": (lambda m: kvplug.QuantCache(m, scheme="kivi"), ["scheme", "kivi", "channel", "rotated"]),
     "scheme_of_fp8": (lambda m: kvplug.QuantCache(m, "fp8", scheme="channel"), ["scheme", "fp8", "int4"]),
     "group_size_zero": (lambda m: kvplug.QuantCache(m, group_size=0), ["group_size", "0"]),

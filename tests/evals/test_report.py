@@ -63,7 +63,7 @@ def test_what_is_written_is_what_was_measured(work, result, tmp_path):
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == sorted([*report.FILES, "tradeoff.png"])
     assert json.loads((tmp_path / "a" / "b" / "report.json").read_text()) == result
     written = (tmp_path / "a" / "b" / "report.md").read_text()
-    assert "| `int8` | 9.000 | 0.0002 | 0.900 | 9.60 |  | 12,346 | 0.50 (0.40–0.60) |" in written
+    assert "| `int8` | 9.000 | 0.0002 | 0.900 | 9.60 |  |  | 12,346 | 0.50 (0.40–0.60) |" in written
     assert "![Quality against memory](tradeoff.png)" in written
     assert "seed 3" in written
     assert f"- {perplexity.NOTES[0]}" in written
