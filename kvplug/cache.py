@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from kvplug import compat
 from kvplug.attention import attach, configs_of
-from kvplug.codecs import BITS, Codec, Plain, get_codec
+from kvplug.codecs import BITS, ROTATING, Codec, Plain, get_codec
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
 from kvplug.policies import Policy
@@ -110,13 +110,24 @@ class KVCache(compat.Cache):
             raise ValueError(
                 f"layer_idx={layer_idx} is not a layer of this cache; 0 to {len(self.layers) - 1} is accepted"
             )
-        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
-        if not self._warned and layer_idx == 0:
+        try:
+            out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except ValueError:
+            self._take_back(layer_idx)
+            raise
+        if not self._warned and isinstance(layer, KVLayer) and layer.store.kept_plain:
             self._tell_outliers()
         if compat.is_sliding(layer) and not layer.record_past:
             _release_window(layer)
         return out
+
+    def _take_back(self, layer_idx: int) -> None:
+        """After a layer refused the tokens of a forward: takes them out of the layers before it that can be cropped."""
+        seen = getattr(self.layers[layer_idx], "seen", None)
+        for layer in self.layers[:layer_idx]:
+            if seen is not None and isinstance(layer, KVLayer) and layer.is_croppable and layer.seen > seen:
+                layer.crop(seen - layer.seen)
 
     def _tell_outliers(self) -> None:
         found = [i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer) and layer.store.kept_plain]
@@ -124,8 +135,8 @@ class KVCache(compat.Cache):
             self._warned = True
             warnings.warn(
                 f"the keys of layers {', '.join(map(str, found))} have channels more than {OUTLIER:g} times as large "
-                "as the median one, which few bits can't hold: these keys are kept in the model's dtype. To say so "
-                f"from the start or to choose other bits, pass layer_dtypes={{{found[0]}: 'dense'}}",
+                "as the median one, which few bits can't hold: these keys are kept in the model's dtype. "
+                f"QuantCache takes layer_dtypes={{{found[0]}: 'dense'}} to say so from the start",
                 stacklevel=4,
             )
 
@@ -215,8 +226,8 @@ def make_codecs(
 
 
 def grouping(name: CodecLike, scheme: str | None, group_size: int | None) -> dict[str, object]:
-    """What of `scheme` and `group_size` a dtype takes: all for integers, nothing for int8 without a scheme."""
-    takes = isinstance(name, str) and name in BITS and (scheme is not None or name != "int8")
+    """What of `scheme` and `group_size` a dtype takes: integers all, int8 only a scheme that it has."""
+    takes = isinstance(name, str) and name in BITS and (name != "int8" or scheme not in (None, *ROTATING))
     return {"scheme": scheme, "group_size": group_size} if takes and (scheme, group_size) != (None, None) else {}
 
 

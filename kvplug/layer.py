@@ -73,9 +73,8 @@ class KVLayer(CacheLayerMixin):
         # Not the base's __init__: `keys` and `values` are read from the store here.
         self.policy, self.rope = policy, rope
         self.store = STORES["contiguous"](keys, values, limit=policy.budget if policy else None)
-        # Whether every token is encoded as soon as attention over it is done.
-        self.encodes_all = not (isinstance(keys, Plain) and isinstance(values, Plain))
-        self.direct = policy is None and not self.encodes_all
+        self.exact = isinstance(keys, Plain) and isinstance(values, Plain)
+        self.direct = policy is None and self.exact
         self.record_past = False
         self._clear()
 
@@ -160,7 +159,7 @@ class KVLayer(CacheLayerMixin):
                 f"key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} do not fit {held}; "
                 "call reset() to use the cache for another batch"
             )
-        if self.encodes_all:
+        if not self.exact:
             check_finite(key_states, value_states)
 
     def _view(self, queries: int) -> KVView:

@@ -56,6 +56,8 @@ class QuantCache(KVCache):
         layer_dtypes: Mapping[int, CodecLike] | None = None,
     ):
         sides = make_codecs(dtype, keys, values, scheme, group_size)
+        if layer_dtypes is not None and not isinstance(layer_dtypes, Mapping):
+            raise ValueError(f"layer_dtypes={layer_dtypes!r} is not accepted; pass a dict such as {{0: 'int8'}}")
         others = {
             layer: tuple(
                 get_codec(one, f"layer_dtypes[{layer!r}]", side=side, **grouping(one, scheme, group_size))

@@ -28,8 +28,7 @@ class ResidualLayer(KVLayer):
     def __init__(self, keys: Codec, values: Codec, residual: int, sinks: int):
         super().__init__(keys, values)
         self.store = STORES["residual"](keys, values, residual, sinks)
-        # What stays as it is may be anything, and what is flushed is looked at then.
-        self.direct = self.encodes_all = False
+        self.direct = False
 
     def _clear(self) -> None:
         super()._clear()
@@ -57,9 +56,6 @@ class ResidualLayer(KVLayer):
 
         Args:
             mask: the logical mask of the forward, from which padding is told.
-
-        Raises:
-            ValueError: a number to be encoded is not finite (on a CPU); the cache stays as it was.
         """
         if not self.pending:
             return

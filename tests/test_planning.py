@@ -28,7 +28,7 @@ SPECS = {
     "int4": "int4:group_size=8,residual=6,sinks=2",
     "int3_groups_of_4": "quant:keys=int3,values=int3,group_size=4,residual=0,sinks=0",
     "int8_residual": "int8:residual=3,sinks=2",
-    "int8_keys_int4_values": "quant:keys=int8,values=int4,group_size=8,residual=0,sinks=2",
+    "int8_keys_int4_values": "quant:keys=int8,values=int4,residual=0,sinks=2",
     "window": "window:window=8",
     "window_int4": "window:window=8+int4",
     "streaming": "streaming:sinks=2,window=6",

@@ -41,6 +41,7 @@ SCHEMES: dict[str, Scheme] = {
     "token": (PerToken, PerToken),
     "group": (GroupWise, GroupWise),
 }
+ROTATING = ("rotated", "lloyd_max")
 # By name: what stores keys, and what stores values where that is not the same.
 CODECS: dict[str, Codec] = {
     codec.name: codec
@@ -91,7 +92,7 @@ def get_codec(
             return CODECS["dense"]
         if isinstance(codec, Codec):
             return codec
-    if isinstance(codec, str) and codec not in CODECS:
+    if codec is not None and not isinstance(codec, Codec) and not (isinstance(codec, str) and codec in CODECS):
         raise ValueError(f"{argument}={codec!r} is not a known dtype; use one of {', '.join(CODECS)}")
     if scheme is None and group_size is None:
         return VALUES.get(codec, CODECS[codec]) if side == "values" else CODECS[codec]
@@ -102,6 +103,11 @@ def get_codec(
         scheme = "token" if codec == "int8" else "rotated"
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r} is not known; use one of {', '.join(SCHEMES)}")
+    if codec == "int8" and scheme in ROTATING:
+        raise ValueError(
+            f"scheme={scheme!r} is for 4 bits and fewer, and {argument}='int8'; use one of "
+            f"{', '.join(name for name in SCHEMES if name not in ROTATING)}"
+        )
     make = SCHEMES[scheme][side == "values"]
     if group_size is None:
         return make(BITS[codec])

@@ -106,11 +106,12 @@ def from_planes(planes: torch.Tensor, dim: int) -> torch.Tensor:
 class Codec:
     """Encodes and decodes K or V. Subclasses are frozen dataclasses without state: one object serves every layer.
 
-    `granule` is the number of tokens of an indivisible group along time; 1 means that any token can be appended,
-    dropped or cropped by itself. The first field has a row for each token.
+    `bits` is the width of a code. `granule` is the number of tokens of an indivisible group along time; 1 means that
+    any token can be appended, dropped or cropped by itself. The first field has a row for each token.
     """
 
     name: str
+    bits: int
     granule: int = 1
 
     def fields(self, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
@@ -201,7 +202,7 @@ def in_pieces(encode: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], x: tor
 @functools.lru_cache(maxsize=16)
 def hadamard(block: int, device: torch.device) -> torch.Tensor:
     """The normalised Sylvester–Hadamard matrix `[block, block]` in fp32: symmetric and its own inverse."""
-    h = torch.ones(1, 1, device=device)
+    h = torch.ones(1, 1, dtype=torch.float32, device=device)
     while h.shape[0] < block:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
     return h / math.sqrt(block)

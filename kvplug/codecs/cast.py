@@ -25,6 +25,7 @@ class Plain(Codec):
     """The model's own dtype: exact."""
 
     name: str = "dense"
+    bits: int = 32
 
     def fields(self, dim: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return (Field("codes", dim, dtype),)
@@ -56,6 +57,10 @@ class Float8(Codec):
             raise ValueError(f"format={self.format!r} is not accepted; use one of {', '.join(FORMATS)}")
 
     @property
+    def bits(self) -> int:
+        return 8
+
+    @property
     def name(self) -> str:
         return "fp8" if self.format == "e4m3" else f"fp8_{self.format}"
 
@@ -70,7 +75,7 @@ class Float8(Codec):
         x = x.float()
         dtype, largest = FORMATS[self.format]
         least = x.abs().amax(-1, keepdim=True) / largest
-        phases = 2.0 ** (torch.arange(PHASES, device=x.device) / PHASES)
+        phases = 2.0 ** (torch.arange(PHASES, dtype=torch.float32, device=x.device) / PHASES)
         scale = bf16_above((least * phases)[..., None])  # [batch, kv_heads, tokens, phases, 1]
         divisor = torch.where(scale > 0, scale, 1.0)
         scaled = x[..., None, :] / divisor

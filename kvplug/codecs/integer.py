@@ -23,7 +23,7 @@ def quantize(x: torch.Tensor, levels: int, along: int = -1) -> tuple[torch.Tenso
     """
     low, high = x.aminmax(dim=along, keepdim=True)
     # Where the lower end is the larger one, the group is mirrored, and scale and zero point are stored negative.
-    sign = torch.where(low + high < 0, -1.0, 1.0)
+    sign = 1.0 - 2.0 * (low + high < 0).float()
     near = bf16_below(torch.minimum(low * sign, high * sign))
     far = torch.maximum(low * sign, high * sign)
     scale = bf16_above((far - near) / levels)

@@ -37,7 +37,7 @@ NARROWEST, WIDEST = 0.8, 1.25
 @torch.inference_mode(False)
 def levels(bits: int, codebook: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """All levels `[2**bits]` in fp32 for a scale of 1, and the `[2**bits - 1]` midpoints between them."""
-    found = 2.0 * torch.arange(1 << bits, device=device) - ((1 << bits) - 1)
+    found = 2.0 * torch.arange(1 << bits, dtype=torch.float32, device=device) - ((1 << bits) - 1)
     if codebook == "lloyd_max":
         found = found * (CUBIC[bits] + found * found) * UNIT[bits]
     return found, (found[1:] + found[:-1]) / 2
@@ -47,7 +47,9 @@ def levels(bits: int, codebook: str, device: torch.device) -> tuple[torch.Tensor
 @torch.inference_mode(False)
 def factors(device: torch.device) -> torch.Tensor:
     """Factors of the scales that are tried, `[TRIED, 1]`, in equal ratios."""
-    return NARROWEST * (WIDEST / NARROWEST) ** (torch.arange(TRIED, device=device)[:, None] / (TRIED - 1))
+    return NARROWEST * (WIDEST / NARROWEST) ** (
+        torch.arange(TRIED, dtype=torch.float32, device=device)[:, None] / (TRIED - 1)
+    )
 
 
 @functools.lru_cache(maxsize=16)

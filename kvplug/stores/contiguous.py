@@ -20,7 +20,7 @@ FEW = 64
 
 # A key channel this many times louder than the median one is too much for a few bits.
 OUTLIER = 30.0
-# Tokens that say too little about channels: the first ones of a text, whose keys are unlike all others.
+# First tokens of a block that are left out where there are twice as many: those of a text are unlike all others.
 FIRST = 4
 
 # Buffers must be ordinary tensors even when they are made under `torch.inference_mode`: a later step may run outside of
@@ -78,21 +78,22 @@ def grown(buffer: torch.Tensor, used: int, capacity: int, fill: int = 0) -> torc
     return larger
 
 
-def check_finite(keys: torch.Tensor, values: torch.Tensor, cure: str = "") -> None:
+def check_finite(keys: torch.Tensor, values: torch.Tensor) -> None:
     """Raises ValueError where a number is not finite. On a CPU alone: elsewhere looking would make the device wait."""
     for name, x in (("key_states", keys), ("value_states", values)):
         if x.device.type == "cpu" and not x.isfinite().all():
             raise ValueError(
-                f"{name} has numbers that are not finite, which can't be encoded; finite numbers are accepted{cure}"
+                f"{name} has numbers that are not finite, which can't be encoded; finite numbers are accepted"
             )
 
 
 def has_outlier(keys: torch.Tensor) -> bool:
     """Whether in any row and head of `[batch, kv_heads, tokens, dim]` a channel's RMS is `OUTLIER` times the median."""
-    if keys.shape[2] == 0:
-        return False
+    if keys.shape[2] > 2 * FIRST:
+        keys = keys[:, :, FIRST:]
     rms = keys.float().square().mean(2).sqrt()
-    return bool((rms.amax(-1) > OUTLIER * rms.median(-1).values).any())
+    median = rms.median(-1).values
+    return bool(((rms.amax(-1) > OUTLIER * median) & (median > 0)).any())
 
 
 class ContiguousStore(Store):
@@ -154,7 +155,7 @@ class ContiguousStore(Store):
         """Full precision for all keys where those of the first block have channels that few bits can't hold."""
         self.searched = True
         # A plan has shapes alone.
-        if keys.is_meta or isinstance(self.keys.codec, Plain) or not has_outlier(keys[:, :, FIRST:]):
+        if keys.is_meta or isinstance(self.keys.codec, Plain) or not has_outlier(keys):
             return
         self.keys = Side(CODECS["dense"])
         self.keys.allocate(keys)

@@ -13,8 +13,8 @@ import torch
 
 from kvplug.codecs import Encoded
 from kvplug.stores.base import Held
-from kvplug.stores.contiguous import check_finite, grown, ordinary_tensors
-from kvplug.stores.residual import CURE, PLAIN, ResidualStore
+from kvplug.stores.contiguous import grown, ordinary_tensors
+from kvplug.stores.residual import PLAIN, ResidualStore
 from kvplug.view import Segment
 
 
@@ -66,9 +66,6 @@ class RaggedStore(ResidualStore):
 
         Args:
             real: bool `[batch, tokens]` on the host, False for padding; None where there is none.
-
-        Raises:
-            ValueError: a number to be encoded is not finite (on a CPU); nothing has changed then.
         """
         tokens, before = keys.shape[2], self.counts
         new = torch.arange(self.length, self.length + tokens).expand(len(before), -1)
@@ -156,7 +153,6 @@ class RaggedStore(ResidualStore):
         more = (due - self.done)[rows]
         first = self.done - (counts - (columns >= 0).sum(-1))
         found, picked = self._pick(pool, columns, first, int(more.max()), rows)
-        check_finite(*picked, CURE)
         blocks = self.encoded.encode(*picked)
         self.encoded.reserve(int(due.max()) - self.sinks)
         if self._encoded_table.shape[2] < self.encoded.capacity:

@@ -13,7 +13,7 @@ import torch
 
 from kvplug.codecs import Codec, Plain
 from kvplug.stores.base import Held, Store
-from kvplug.stores.contiguous import ContiguousStore, Side, check_finite, grown, ordinary_tensors
+from kvplug.stores.contiguous import ContiguousStore, Side, grown, ordinary_tensors
 from kvplug.view import Segment
 
 # Tokens that a flush encodes at once where the codec has no groups: encoding costs a handful of operations, whatever
@@ -26,8 +26,6 @@ UNDO = 8
 TAIL_SLAB = 32
 
 PLAIN = Plain()
-# What to do about a number that can't be encoded, once its forward is over.
-CURE = "; crop() takes back the tokens of the last forward, reset() empties the cache"
 
 
 def group_of(keys: Codec, values: Codec) -> int:
@@ -45,14 +43,9 @@ def group_of(keys: Codec, values: Codec) -> int:
     return group if group > 1 else FLUSH
 
 
-def bits_of(codec: Codec) -> float:
-    """Bits of a code; full precision counts as 32."""
-    return sum(8 * f.width * f.dtype.itemsize for f in codec.fields(64, torch.float32) if f.kind == "codes") / 64
-
-
 def defaults(keys: Codec, values: Codec) -> tuple[int, int]:
     """`residual` and `sinks` where nobody chose: none for 8 bits and more token by token, else 32 and 4."""
-    return (0, 0) if all(c.granule == 1 and bits_of(c) >= 8 for c in (keys, values)) else (32, 4)
+    return (0, 0) if all(c.granule == 1 and c.bits >= 8 for c in (keys, values)) else (32, 4)
 
 
 class ResidualStore(Store):
@@ -149,21 +142,13 @@ class ResidualStore(Store):
         return taken
 
     def settle(self) -> None:
-        """Encodes the groups that have left the residual.
-
-        Raises:
-            ValueError: a number on a CPU is not finite; nothing has changed then.
-        """
+        """Encodes the groups that have left the residual."""
         target = self.settled_at(self.length)
         if target > self.settled:
             self._flush(self._slots(self.settled, target), target)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds tokens that were not placed, after those that are there, and settles.
-
-        Raises:
-            ValueError: as `settle`.
-        """
+        """Adds tokens that were not placed, after those that are there, and settles."""
         new, before = (keys, values), self.length
         length = before + keys.shape[2]
         target = self.settled_at(length)
@@ -171,8 +156,6 @@ class ResidualStore(Store):
         def fresh(start: int, stop: int) -> list[torch.Tensor]:
             return [x[:, :, start - before : stop - before] for x in new]
 
-        if target > before:
-            check_finite(*fresh(max(self.settled, before), target), CURE)
         if target > self.settled and self.settled < before:
             # The group that began before these tokens is made whole; the others are encoded where they are.
             middle = min(self.settled + -(-(before - self.settled) // self.group) * self.group, target)
@@ -203,7 +186,6 @@ class ResidualStore(Store):
         self._write(start, *fresh(start, length))
 
     def _flush(self, tokens: list[torch.Tensor], settled: int) -> None:
-        check_finite(*tokens, CURE)
         self.encoded.append(*tokens)
         self.settled = settled
 
@@ -217,12 +199,16 @@ class ResidualStore(Store):
         found = []
         if self.settled > self.sinks:
             found.append(Segment(*self.encoded.view(0, self.encoded.length), start=self.sinks))
-        self._compact()
         sinks = min(self.sinks, self.length)
         slots = sinks + max(self.length - self.settled, 0)
-        if slots:
-            dense = (PLAIN.encode(x[:, :, :slots]) for x in self.dense)
-            found.append(Segment(*dense, start=self.settled, sinks=sinks))
+        if not slots:
+            return found
+        dense = [x[:, :, :slots] for x in self.dense]
+        if self.first < self.settled:
+            # The tail still begins with tokens that a crop may want back.
+            tails = self._slots(self.settled, max(self.length, self.settled))
+            dense = [torch.cat([x[:, :, :sinks], tail], dim=2) for x, tail in zip(self.dense, tails, strict=True)]
+        found.append(Segment(*(PLAIN.encode(x) for x in dense), start=self.settled, sinks=sinks))
         return found
 
     def truncate(self, length: int) -> None:

@@ -267,7 +267,12 @@ REFUSED = {
     ),
     "group of none": (lambda: get_codec(None, group_size=64), "group_size=64 is for integers, and codec=None is none"),
     "group of tokens": (lambda: get_codec("int8", group_size=64), "group_size=64 is not for scheme='token'"),
-    "bits by name": (lambda: get_codec("int8", scheme="rotated"), "bits=8 is not accepted; use one of 2, 3, 4"),
+    "bits by name": (
+        lambda: get_codec("int8", scheme="rotated"),
+        "scheme='rotated' is for 4 bits and fewer, and codec='int8'; use",
+    ),
+    "number": (lambda: get_codec(8, "dtype"), "dtype=8 is not a known dtype; use one of dense"),
+    "list": (lambda: get_codec(["int4"], "keys", scheme="token"), "keys=['int4'] is not a known dtype"),
 }
 
 

@@ -13,6 +13,8 @@ WRONG = {
     "dtype": (lambda m: kvplug.QuantCache(m, dtype="int5"), ["dtype", "int5", "int4", "int8", "fp8"]),
     "keys": (lambda m: kvplug.QuantCache(m, keys="in4"), ["keys", "in4", "int4"]),
     "values": (lambda m: kvplug.QuantCache(m, values="fp16x"), ["values", "fp16x", "fp8"]),
+    "dtype_that_is_a_number": (lambda m: kvplug.QuantCache(m, 8), ["dtype", "8", "int8"]),
+    "layer_dtypes_that_is_a_list": (lambda m: kvplug.QuantCache(m, layer_dtypes=["int8"]), ["layer_dtypes", "int8"]),
     "group_size_of_nothing": (
         lambda m: kvplug.QuantCache(m, keys="int8", values="int4", group_size=8),
         ["group_size", "8", "int8", "int4", "None"],
