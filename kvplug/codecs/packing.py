@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from kvplug.codecs.base import Field
+from kvplug.codecs.base import Field, from_planes
 
 # Widths that can be packed.
 BITS = (2, 3, 4, 8)
@@ -52,8 +52,7 @@ def pack(codes: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
 
 def unpack(fields: dict[str, torch.Tensor], bits: int, dim: int) -> torch.Tensor:
     """The inverse of `pack`: uint8 codes `[..., dim]`."""
-    planes = unpack_planes(fields, bits)
-    return planes[0] if len(planes) == 1 else planes.movedim(0, -2).flatten(-2)[..., :dim]
+    return from_planes(unpack_planes(fields, bits), dim)
 
 
 def unpack_planes(fields: dict[str, torch.Tensor], bits: int) -> torch.Tensor:

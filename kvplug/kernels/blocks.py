@@ -35,10 +35,12 @@ def attend(
     if count % 4 == 3:
         # Products of four rows take less time than those of three.
         rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
-    scores = torch.cat([part for segment in view.segments for part in _products(rows, segment.keys)], dim=-1)
+    rotated = [segment.keys.codec.rotate(rows) for segment in view.segments]
+    pairs = list(zip(rotated, view.segments, strict=True))
+    scores = torch.cat([part for own, segment in pairs for part in _products(own, segment.keys)], dim=-1)
     start = 0
-    for segment in view.segments:
-        _apply_factors(scores[..., start : start + segment.tokens], rows, segment.keys)
+    for own, segment in pairs:
+        _apply_factors(scores[..., start : start + segment.tokens], own, segment.keys)
         start += segment.tokens
     scores = scores[:, :, :count]
     if softcap is not None:
@@ -88,10 +90,10 @@ def _blocks(encoded: Encoded):
         yield start, stop, encoded.narrow(start, stop - start).codes()
 
 
-def _products(rows: torch.Tensor, keys: Encoded) -> Iterator[torch.Tensor]:
-    """rows `[batch, kv_heads, rows, head_dim]` times the codes of the keys, block by block:
+def _products(rotated: torch.Tensor, keys: Encoded) -> Iterator[torch.Tensor]:
+    """Rotated rows `[batch, kv_heads, rows, head_dim]` times the codes of the keys, block by block:
     `[batch, kv_heads, rows, tokens]`."""
-    rotated, planes = keys.codec.rotate(rows), None
+    planes = None
     for _, _, codes in _blocks(keys):
         if planes is None:
             planes = to_planes(rotated, codes.shape[0], codes.shape[-1]).contiguous()
@@ -99,14 +101,11 @@ def _products(rows: torch.Tensor, keys: Encoded) -> Iterator[torch.Tensor]:
         yield products[0] if len(products) == 1 else products.sum(0)
 
 
-def _apply_factors(scores: torch.Tensor, rows: torch.Tensor, keys: Encoded) -> None:
-    """Makes scores `[batch, kv_heads, rows, tokens]` of products with codes."""
+def _apply_factors(scores: torch.Tensor, rotated: torch.Tensor, keys: Encoded) -> None:
+    """Makes scores `[batch, kv_heads, rows, tokens]` of the rotated rows' products with codes."""
     factors = keys.factors()
     if factors.scale is not None:
         scores.mul_(factors.scale)
-    if factors.zero is None and factors.offset is None:
-        return
-    rotated = keys.codec.rotate(rows)
     if factors.zero is not None:
         scores.addcmul_(rotated.sum(-1, keepdim=True), factors.zero)
     if factors.offset is not None:
