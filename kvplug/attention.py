@@ -87,6 +87,9 @@ def attention_forward(
         out = compat.attention_function(name, module)(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
+        if view is not None and view.watch is not None:
+            causal, more = _causal(module, kwargs), _more(query, scaling, kwargs)
+            kernels.blocks.observe(query, view, lambda part: view.align(attention_mask, causal, part), **more)
     if view is not None:
         view.done(query, attention_mask)
     return out
@@ -100,17 +103,19 @@ def _attend(
     scaling: float | None,
     kwargs: dict,
 ) -> torch.Tensor:
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    out = kernels.attend(
-        query,
-        view,
-        view.align(mask, causal),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-    )
+    out = kernels.attend(query, view, view.align(mask, _causal(module, kwargs)), **_more(query, scaling, kwargs))
     return out.transpose(1, 2).contiguous()
+
+
+def _causal(module: torch.nn.Module, kwargs: dict) -> bool:
+    causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if causal is None else causal
+
+
+def _more(query: torch.Tensor, scaling: float | None, kwargs: dict) -> dict:
+    """What the kernels are told beside query, view and mask."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return {"scale": scale, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
 
 
 def mask_forward(*args, config: PreTrainedConfig | None = None, **kwargs):

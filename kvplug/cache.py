@@ -16,10 +16,11 @@ from kvplug.attention import attach, configs_of
 from kvplug.codecs import BITS, ROTATING, Codec, Plain, get_codec
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
-from kvplug.policies import Policy
+from kvplug.policies import Policy, Scored
 from kvplug.policies.positional import check_count
 from kvplug.residual import ResidualLayer
 from kvplug.rope import Rope, rope_of_layers
+from kvplug.scored import ScoredLayer
 from kvplug.stores.contiguous import OUTLIER
 from kvplug.stores.residual import defaults
 
@@ -253,7 +254,10 @@ def make_layers(config: object, codec, policy, residual=None, sinks=None, layer_
             "compress; a model with full attention is accepted"
         )
     sides = _sides(codec, "codec")
-    policies = list(policy) if isinstance(policy, list | tuple) else [policy] * len(full)
+    if isinstance(policy, Scored):
+        policies = policy.of_layers(len(full))
+    else:
+        policies = list(policy) if isinstance(policy, list | tuple) else [policy] * len(full)
     if len(policies) != len(full):
         raise ValueError(
             f"policy has {len(policies)} entries; one for each of the {len(full)} full-attention layers is accepted"
@@ -298,6 +302,8 @@ def _check_dense_parts(residual, sinks, policy, sides: tuple[Codec, Codec], laye
 
 
 def _make_layer(keys: Codec, values: Codec, policy, rope, residual: int | None, sinks: int | None) -> KVLayer:
+    if isinstance(policy, Scored):
+        return ScoredLayer(keys.tokenwise(), values.tokenwise(), policy, rope)
     if policy is not None:
         return KVLayer(keys.tokenwise(), values.tokenwise(), policy, rope)
     if isinstance(keys, Plain) and isinstance(values, Plain):
@@ -311,6 +317,6 @@ def _make_layer(keys: Codec, values: Codec, policy, rope, residual: int | None, 
 
 
 def _ropes(config: PreTrainedConfig, full: list[int], policies: list[Policy | None]) -> list[Rope | None]:
-    if not any(getattr(policy, "compact", False) for policy in policies):
+    if not any(getattr(policy, "compact", False) or getattr(policy, "needs_rope", False) for policy in policies):
         return [None] * len(full)
     return rope_of_layers(config, full)

@@ -7,16 +7,16 @@ freed and what stays is encoded. Nothing here looks at scores or at bytes.
 from __future__ import annotations
 
 import operator
-import weakref
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvplug.codecs import CODECS, Codec, Plain
+from kvplug.padding import nothing_hidden, visible
 from kvplug.policies import Policy, SinkWindow
 from kvplug.rope import Rope
 from kvplug.stores import STORES, admit, check_finite
-from kvplug.view import KVTensor, KVView, Segment, mark_plain
+from kvplug.view import KVTensor, KVView, Segment, Watch, mark_plain
 
 
 def _whole(number: object) -> int | None:
@@ -25,30 +25,6 @@ def _whole(number: object) -> int | None:
         return operator.index(number)
     except TypeError:
         return None
-
-
-def _visible(mask: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Which of the tokens `start : stop` any query sees, bool `[rows, tokens]`, from a mask of 2 or 4 dimensions."""
-    columns = mask[..., start:stop]
-    if mask.ndim == 2:
-        return columns.bool()
-    visible = columns if columns.dtype == torch.bool else columns > torch.finfo(columns.dtype).min / 2
-    return visible[:, 0].any(dim=1)
-
-
-# The mask of the last forward and what was read from it: all layers of a forward are given the same one.
-_last_mask: tuple = (None, None, False)
-
-
-def _nothing_hidden(mask: torch.Tensor, start: int, stop: int) -> bool:
-    """Whether `_visible` holds for all tokens; a mask is read once a forward, not once a layer."""
-    global _last_mask
-    known, key, answer = _last_mask
-    version = None if mask.is_inference() else mask._version
-    if known is None or known() is not mask or key != (start, stop, version):
-        answer = bool(_visible(mask, start, stop).all())
-        _last_mask = (weakref.ref(mask), (start, stop, version), answer)
-    return answer
 
 
 class KVLayer(CacheLayerMixin):
@@ -62,6 +38,8 @@ class KVLayer(CacheLayerMixin):
 
     is_compileable = False
     is_sliding = False
+    # What is told of each slot under a policy.
+    tables: tuple[str, ...] = ("positions",)
 
     def __init__(
         self,
@@ -72,11 +50,12 @@ class KVLayer(CacheLayerMixin):
     ):
         # Not the base's __init__: `keys` and `values` are read from the store here.
         self.policy, self.rope = policy, rope
-        self.store = STORES["contiguous"](keys, values, limit=policy.budget if policy else None)
+        self._clear()
+        tables = () if policy is None else self.tables
+        self.store = STORES["contiguous"](keys, values, limit=self.budget, tables=tables)
         self.exact = isinstance(keys, Plain) and isinstance(values, Plain)
         self.direct = policy is None and self.exact
         self.record_past = False
-        self._clear()
 
     def _clear(self) -> None:
         self.is_initialized = False
@@ -91,8 +70,13 @@ class KVLayer(CacheLayerMixin):
         # Padding tokens seen by each row, `[rows]`, once a mask was seen.
         self.padding: torch.Tensor | None = None
 
+    @property
+    def budget(self) -> int | None:
+        """Most tokens of a row that are kept, None for all."""
+        return self.policy.budget if self.policy is not None else None
+
     def __repr__(self) -> str:
-        return f"KVLayer({self._codecs()}{f', {self.policy}' if self.policy else ''})"
+        return f"{type(self).__name__}({self._codecs()}{f', {self.policy}' if self.policy else ''})"
 
     def _codecs(self) -> str:
         keys, values = self.store.keys.codec.name, self.store.values.codec.name
@@ -175,8 +159,13 @@ class KVLayer(CacheLayerMixin):
             dtype=self.dtype,
             evicting=self.policy is not None,
             holes=self.holes,
+            watch=self._watch(),
             done=self._done,
         )
+
+    def _watch(self) -> Watch | None:
+        """Who wants to see the attention of the forward."""
+        return None
 
     def _stored(self, before: int) -> list[Segment]:
         """Segments of what is stored, when `before` tokens have been seen."""
@@ -185,7 +174,7 @@ class KVLayer(CacheLayerMixin):
         if positions is not None and self.padding is None and before == length:
             positions = None  # nothing was dropped: slot i holds token i
         keys, values = self.store.view(0, length)
-        dropping = isinstance(self.policy, SinkWindow) and self.policy.compact and before > self.policy.budget
+        dropping = isinstance(self.policy, SinkWindow) and self.policy.compact and before > self.budget
         if not dropping or self.rope is None:
             return [Segment(keys, values, positions=positions)]
         sinks = self.policy.sinks
@@ -202,8 +191,8 @@ class KVLayer(CacheLayerMixin):
     def _dropped(self, before: int) -> int | torch.Tensor:
         """Real tokens that each row has given up: the gap between its sinks and its window."""
         if self.padding is None:
-            return before - self.policy.budget
-        return (before - self.padding - self.policy.budget).clamp(min=0)
+            return before - self.budget
+        return (before - self.padding - self.budget).clamp(min=0)
 
     # After attention
 
@@ -244,44 +233,54 @@ class KVLayer(CacheLayerMixin):
         real, self._real = self._real, None
         if self.policy is None:
             self.store.append(keys, values)
-        elif real is None and self.padding is None and before + tokens <= self.policy.budget:
-            self.store.append(keys, values, start=before)
         else:
-            self._admit(keys, values, before, real)
+            self._place(keys, values, before, real)
 
-    def _note_padding(self, mask: torch.Tensor) -> None:
-        """Tells from a mask which of the pending tokens are padding: those that no query of the forward sees."""
-        tokens = self.pending
-        if self.padding is None and self._real is None and _nothing_hidden(mask, self.seen - tokens, self.seen):
-            return
-        real = _visible(mask, self.seen - tokens, self.seen)
-        if self._real is not None:
-            earlier = self._real.shape[1]
-            real = torch.cat([real[:, :earlier] | self._real, real[:, earlier:]], dim=1)
-        self._real = real
-
-    def _admit(self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None) -> None:
+    def _place(self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None) -> None:
+        """Stores what the policy keeps of new tokens, the first of which is number `before`, and of those held."""
         tokens = keys.shape[2]
-        positions = torch.arange(before, before + tokens, device=keys.device)[None, None]
-        number = torch.arange(tokens, device=keys.device)[None, None]
-        if real is not None or self.padding is not None:
-            number, positions = self._count_padding(real, before, number, positions)
-        else:
-            number = number + before
-        slots = min(self.policy.budget, self.store.length + tokens)
-        self.store.reserve(slots)
-        self.store.length = slots
+        if real is None and self.padding is None and before + tokens <= self.budget:
+            self.store.append(keys, values, start=before)
+            return
+        number, positions = self._numbers(keys, before, real)
+        self._open(tokens)
         held = self.store.positions.long()
-        slot = torch.arange(slots, device=keys.device).expand_as(held)
+        slot = torch.arange(self.store.length, device=keys.device).expand_as(held)
         admission = admit(
             held,
             self.policy.priority(held, slot),
             positions,
             self.policy.priority(positions, number),
-            self.policy.budget,
-            newest_stays=tokens == 1 and self.padding is None and not self.policy.needs_queries,
+            self.budget,
+            newest_stays=tokens == 1 and self.padding is None,
         )
         self.store.put(keys, values, admission)
+
+    def _note_padding(self, mask: torch.Tensor) -> None:
+        """Tells from a mask which of the pending tokens are padding: those that no query of the forward sees."""
+        tokens = self.pending
+        if self.padding is None and self._real is None and nothing_hidden(mask, self.seen - tokens, self.seen):
+            return
+        real = visible(mask, self.seen - tokens, self.seen)
+        if self._real is not None:
+            earlier = self._real.shape[1]
+            real = torch.cat([real[:, :earlier] | self._real, real[:, earlier:]], dim=1)
+        self._real = real
+
+    def _open(self, tokens: int) -> None:
+        """Opens slots for new tokens, as many as the budget lets."""
+        slots = min(self.budget, self.store.length + tokens)
+        self.store.reserve(slots)
+        self.store.length = slots
+
+    def _numbers(self, x: torch.Tensor, before: int, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of new tokens, `[rows, 1, tokens]`: their number among the real ones of a row, and their position, -1 for
+        padding."""
+        number = torch.arange(x.shape[2], device=x.device)[None, None]
+        positions = number + before
+        if real is None and self.padding is None:
+            return positions, positions
+        return self._count_padding(real, before, number, positions)
 
     def _count_padding(self, real, before: int, number: torch.Tensor, positions: torch.Tensor):
         """Tells padding from tokens: number of each token among the real ones of its row, and -1 as its position."""
@@ -293,7 +292,7 @@ class KVLayer(CacheLayerMixin):
             flags[:, : real.shape[1]] = real
         number = (before - known)[:, None, None] + flags.long().cumsum(-1)[:, None] - 1
         self.padding = known + (~flags).sum(-1)
-        self.store.per_row(rows)
+        self.store.part(rows)
         return number, torch.where(flags[:, None], positions, -1)
 
     # Lengths
@@ -318,6 +317,11 @@ class KVLayer(CacheLayerMixin):
     @property
     def batch(self) -> int:
         return self.shape[0] if self.shape else 0
+
+    @property
+    def policy_state(self) -> list[torch.Tensor]:
+        """What the policy keeps beside a score for each slot."""
+        return []
 
     # Contents
 
@@ -367,7 +371,7 @@ class KVLayer(CacheLayerMixin):
                 f"{-self.seen} to 0 is accepted"
             )
         fresh = self.unfinished if self.record_past else 0
-        if remove > fresh and self.policy is not None and self.seen - fresh > self.policy.budget:
+        if remove > fresh and self.policy is not None and self.seen - fresh > self.budget:
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove} can't be undone: {self.policy} has dropped tokens since. "
                 f"{-fresh} to 0 is accepted; call activate_past_recording() before a forward to be able to crop it"

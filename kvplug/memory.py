@@ -134,6 +134,7 @@ def _ours(layer: KVLayer) -> dict[str, int]:
         "scales": held.scales,
         "residual": held.residual + sum(_storage(x)[1] for x in layer.fresh or ()),
         "tables": held.tables + sum(_storage(x)[1] for x in small),
+        "scores": held.scores + sum(_storage(x)[1] for x in layer.policy_state),
         "spare": held.spare,
         "tokens_seen": layer.seen,
         "kept": layer.kept,

@@ -57,14 +57,15 @@ class Rope:
 
         Args:
             x: `[batch, kv_heads, tokens, head_dim]`, rotated at any positions.
-            shift: positions to move by, one number or one for each row `[batch]`.
+            shift: positions to move by, one number, one for each row `[batch]` or for each token `[batch, tokens]`.
 
         Returns:
             A new tensor of x's shape and dtype, of the same norms.
         """
         if isinstance(shift, torch.Tensor):
             cos, sin = _angles(self.inv_freq, shift.to(x.device).double())
-            cos, sin = cos[:, None, None], sin[:, None, None]
+            where = (slice(None), None) if shift.ndim == 2 else (slice(None), None, None)
+            cos, sin = cos[where], sin[where]
         else:
             cos, sin = _cached_angles(self.inv_freq, int(shift), x.device)
         width = 2 * len(self.inv_freq)
@@ -76,6 +77,26 @@ class Rope:
         moved = (first * cos - second * sin, second * cos + first * sin)
         head = torch.stack(moved, dim=-1).flatten(-2) if self.interleaved else torch.cat(moved, dim=-1)
         return torch.cat([head.to(x.dtype), rest], dim=-1)
+
+
+    def mean_rotation(self, start: torch.Tensor, count: int, dim: int) -> torch.Tensor:
+        """The mean of the rotations to the positions `start … start + count - 1`, as matrices of `dim` channels.
+
+        Args:
+            start: int64 `[rows]`.
+
+        Returns:
+            fp32 `[rows, dim, dim]`, to be multiplied with vectors from the left.
+        """
+        steps = torch.arange(count, device=start.device)
+        cos, sin = (x.mean(1) for x in _angles(self.inv_freq, (start[:, None] + steps).double()))
+        half = len(self.inv_freq)
+        pairs = torch.arange(half, device=start.device)
+        first, second = (2 * pairs, 2 * pairs + 1) if self.interleaved else (pairs, pairs + half)
+        turn = torch.eye(dim, device=start.device).repeat(len(start), 1, 1)
+        turn[:, first, first], turn[:, second, second] = cos, cos
+        turn[:, first, second], turn[:, second, first] = -sin, sin
+        return turn
 
 
 def rope_of_layers(config: PreTrainedConfig, layers: list[int]) -> list[Rope | None]:

@@ -47,6 +47,22 @@ class Segment:
         return (torch.cat(runs) if len(runs) > 1 else runs[0])[None, None]
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Who wants to see the attention of a forward.
+
+    `take` is given the weights of some queries after the other, fp32 `[batch, kv_heads, group, queries, slots]` with
+    zeros in the rows of padding; `queries` is how many of the last ones it wants, None for all.
+    """
+
+    queries: int | None
+    take: Callable[[torch.Tensor], None]
+
+    def first(self, queries: int) -> int:
+        """The first query that it wants of a forward of `queries`."""
+        return 0 if self.queries is None else max(queries - self.queries, 0)
+
+
 @dataclass
 class KVView:
     """The tokens that the queries of one forward may attend to.
@@ -58,6 +74,7 @@ class KVView:
         dtype: the model's dtype.
         evicting: whether the cache drops tokens, so that a mask that is not gathered would be wrong.
         holes: whether some slots may be empty (rows of a batch hold different numbers of tokens).
+        watch: shown the weights of attention, None where nobody looks.
         done: called once attention is over, with the query and the mask, to let the layer settle.
     """
 
@@ -67,6 +84,7 @@ class KVView:
     dtype: torch.dtype
     evicting: bool = False
     holes: bool = False
+    watch: Watch | None = None
     done: Callable[[torch.Tensor | None, torch.Tensor | None], None] = field(default=lambda query, mask: None)
 
     @property
@@ -122,13 +140,16 @@ class KVView:
         parts = [getattr(segment, side).decode(self.dtype) for segment in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def align(self, mask: torch.Tensor | None, causal: bool = True) -> torch.Tensor | None:
+    def align(
+        self, mask: torch.Tensor | None, causal: bool = True, part: slice = slice(None)
+    ) -> torch.Tensor | None:
         """The logical mask with its columns gathered at the positions of the slots.
 
         Args:
             mask: None (nothing masked but the future), a padding mask `[batch, seen]`, or a full mask
                 `[batch or 1, heads or 1, queries, >= seen]`, boolean or additive.
             causal: whether a query may not see tokens after it, where `mask` does not say.
+            part: which of the queries.
 
         Returns:
             `[batch or 1, heads or 1, queries, tokens]` of the mask's kind, or None when every slot is visible.
@@ -147,13 +168,14 @@ class KVView:
             positions = self.positions()
             visible = (positions >= 0)[:, :, None, :]
             if causal and self.queries > 1:
-                query = torch.arange(self.seen - self.queries, self.seen, device=positions.device)
+                query = torch.arange(self.seen - self.queries, self.seen, device=positions.device)[part]
                 visible = visible & (positions[:, :, None, :] <= query[None, None, :, None])
             if mask is not None:
                 rows = mask.bool()[:, None].expand(-1, positions.shape[1], -1)
                 index = positions.clamp(min=0).expand(mask.shape[0], -1, -1)
                 visible = visible & rows.gather(-1, index)[:, :, None, :]
             return visible
+        mask = part_of(mask, part)
         if self.in_order:
             return mask[..., : self.seen]
         positions = self.positions()[:, :, None, :]
@@ -168,6 +190,11 @@ class KVView:
         if gathered.dtype == torch.bool:
             return gathered & (positions >= 0)
         return gathered.masked_fill(positions < 0, torch.finfo(gathered.dtype).min)
+
+
+def part_of(mask: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    """The rows of a mask of 4 dimensions for some of the queries; one row is for all of them."""
+    return mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
 
 
 def mark_plain(x: torch.Tensor) -> torch.Tensor:

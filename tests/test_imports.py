@@ -18,9 +18,9 @@ ROOT = Path(kvplug.__file__).parent
 FLOORS = [
     {"codecs", "compat"},
     {"view"},
-    {"stores", "policies", "kernels", "rope", "sharing", "probe"},
+    {"stores", "policies", "kernels", "rope", "sharing", "probe", "padding"},
     {"layer", "attention"},
-    {"memory", "residual"},
+    {"memory", "residual", "scored"},
     {"cache"},
     {"recipes", "spec", "shapes"},
     {"planning"},

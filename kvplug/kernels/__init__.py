@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvplug.kernels import blocks, dense, reference
-from kvplug.view import KVView
+from kvplug.view import KVView, part_of
 
 __all__ = ["attend", "blocks", "dense", "reference"]
 
@@ -28,4 +28,6 @@ def attend(
     # A run of tokens in full precision needs no decoding, so torch's own attention reads it in place.
     if special or (rows <= FEW_ROWS and not view.plain):
         return blocks.attend(query, view, mask, scale, softcap, sinks)
+    if view.watch is not None:
+        blocks.observe(query, view, lambda part: part_of(mask, part), scale)
     return dense.attend(query, view, mask, scale)

@@ -6,7 +6,7 @@ are applied to scores and weights, a rotated codec's rotation to the query and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -26,7 +26,46 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `reference.attend`, the output alone. Memory is linear in `heads * queries * slots`."""
+    """As `reference.attend`, the output alone; the view's watch is shown the weights. Memory is linear in `heads *
+    queries * slots`."""
+    batch, heads, queries, _ = query.shape
+    weights = _weights(query, view, mask, scale, softcap, sinks)
+    if view.watch is not None:
+        view.watch.take(_told(weights, view, mask, slice(0, queries))[..., view.watch.first(queries) :, :])
+    count = weights.shape[2]
+    if count % 4 == 3:
+        weights = torch.nn.functional.pad(weights, (0, 0, 0, 1))
+    out, start = 0, 0
+    for segment in view.segments:
+        out = out + _weighted(weights[..., start : start + segment.tokens], segment.values)
+        start += segment.tokens
+    return out[:, :, :count].reshape(batch, heads, queries, -1).to(query.dtype)
+
+
+def observe(
+    query: torch.Tensor,
+    view: KVView,
+    align: Callable[[slice], torch.Tensor | None],
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Shows the view's watch the weights of the queries that it wants, in blocks: memory is linear in the slots.
+
+    Args:
+        align: gives the aligned mask of a part of the queries; the others are as for `attend`.
+    """
+    batch, heads, queries, _ = query.shape
+    step = max(BLOCK_ELEMENTS // (batch * heads * view.tokens), 1)
+    for start in range(view.watch.first(queries), queries, step):
+        part = slice(start, min(start + step, queries))
+        mask = align(part)
+        weights = _weights(query[:, :, part], view, mask, scale, softcap, sinks)
+        view.watch.take(_told(weights, view, mask, part))
+
+
+def _weights(query, view: KVView, mask, scale: float, softcap, sinks) -> torch.Tensor:
+    """The weights of attention, fp32 `[batch, kv_heads, group * queries, slots]`."""
     batch, heads, queries, _ = query.shape
     kv_heads = next(view.segments[0].keys.tensors()).shape[1]
     group = heads // kv_heads
@@ -47,14 +86,20 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         _mask(scores, mask, group)
-    weights = _softmax(scores, sinks, kv_heads, group, queries)
-    if rows.shape[2] > count:
-        weights = torch.nn.functional.pad(weights, (0, 0, 0, 1))
-    out, start = 0, 0
-    for segment in view.segments:
-        out = out + _weighted(weights[..., start : start + segment.tokens], segment.values)
-        start += segment.tokens
-    return out[:, :, :count].reshape(batch, heads, queries, -1).to(query.dtype)
+    return _softmax(scores, sinks, kv_heads, group, queries)
+
+
+def _told(weights: torch.Tensor, view: KVView, mask: torch.Tensor | None, part: slice) -> torch.Tensor:
+    """Weights `[batch, kv_heads, rows, slots]` of the queries `part` of a forward as a watch is given them: by query,
+    without those of padding, which are queries that don't see themselves."""
+    queries = part.stop - part.start
+    weights = weights.unflatten(2, (-1, queries))
+    if mask is None:
+        return weights
+    own = view.tokens - view.queries + part.start
+    mask = mask[:, 0].expand(-1, queries, -1)[..., own : own + queries].diagonal(dim1=1, dim2=2)
+    real = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return weights * real[:, None, None, :, None]
 
 
 def _mask(scores: torch.Tensor, mask: torch.Tensor, group: int) -> None:

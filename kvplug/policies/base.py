@@ -15,14 +15,10 @@ PINNED = 1 << 40
 
 @dataclass(frozen=True)
 class Policy:
-    """Keeps at most `budget` tokens a layer. Subclasses are frozen dataclasses that rank the candidates.
+    """Keeps at most `budget` tokens a layer. Subclasses are frozen dataclasses that have it and rank the candidates.
 
     `needs_queries` says whether the policy must see the attention; positional ones need not.
     """
-
-    @property
-    def budget(self) -> int:
-        raise NotImplementedError
 
     @property
     def pinned(self) -> int:

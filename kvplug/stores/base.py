@@ -22,13 +22,14 @@ class Held:
     scales: int = 0
     residual: int = 0
     tables: int = 0
+    scores: int = 0
     spare: int = 0
 
 
 class Store:
     """Holds the encoded keys and values of one layer, and where slots are reused the position of each.
 
-    `length` counts the slots in use, `positions` is `[rows, 1, length]` or None where slot i holds token i.
+    `length` counts the slots in use, `positions` is `[rows, kv_heads or 1, length]` or None where slot i holds token i.
     """
 
     length: int

@@ -23,6 +23,9 @@ OUTLIER = 30.0
 # First tokens of a block that are left out where there are twice as many: those of a text are unlike all others.
 FIRST = 4
 
+# What may be told of each slot beside its bytes: the logical position of its token, and its score.
+TABLES = {"positions": (torch.int32, -1), "scores": (torch.float32, 0)}
+
 # Buffers must be ordinary tensors even when they are made under `torch.inference_mode`: a later step may run outside of
 # it, and would not be allowed to write to them.
 ordinary_tensors = torch.inference_mode(False)
@@ -97,26 +100,36 @@ def has_outlier(keys: torch.Tensor) -> bool:
 
 
 class ContiguousStore(Store):
-    """Grows in place. With a `limit`, slots are reused and `positions` tells which token each holds.
+    """Grows in place. Where there is a table of positions slots are reused, and it tells which token each holds.
 
     Args:
         keys, values: the codec of each side.
-        limit: most slots that the policy lets in use, None for no policy.
+        limit: most slots that may be in use, None for any number.
+        tables: names of `TABLES` that are kept, `[rows, heads, slots]`; positions are shared by all rows and heads
+            until `part` is called.
     """
 
-    def __init__(self, keys: Codec, values: Codec, limit: int | None = None):
+    def __init__(self, keys: Codec, values: Codec, limit: int | None = None, tables: tuple[str, ...] = ()):
         self.codecs = (keys, values)
         self.keys, self.values = Side(keys), Side(values)
-        self.limit = limit
+        self.limit, self.told = limit, tables
         # Whether a first block was searched for channels that few bits can't hold.
         self.searched = False
         self.length = 0
         self.capacity = 0
-        self._positions: torch.Tensor | None = None
+        self.tables: dict[str, torch.Tensor] = {}
 
     @property
     def positions(self) -> torch.Tensor | None:
-        return None if self._positions is None else self._positions[..., : self.length]
+        return self.table("positions")
+
+    @property
+    def scores(self) -> torch.Tensor | None:
+        return self.table("scores")
+
+    def table(self, name: str) -> torch.Tensor | None:
+        """What the table `name` says of the slots in use, None where there is no such table."""
+        return self.tables[name][..., : self.length] if name in self.tables else None
 
     @ordinary_tensors
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -124,8 +137,9 @@ class ContiguousStore(Store):
         self.values.allocate(values)
         self.length = self.capacity = 0
         self.searched = False
-        if self.limit is not None:
-            self._positions = torch.full((1, 1, 0), -1, dtype=torch.int32, device=keys.device)
+        for name in self.told:
+            shape = (1, 1, 0) if name == "positions" else (*keys.shape[:2], 0)
+            self.tables[name] = torch.empty(shape, dtype=TABLES[name][0], device=keys.device)
 
     @ordinary_tensors
     def reserve(self, length: int) -> None:
@@ -135,8 +149,8 @@ class ContiguousStore(Store):
         capacity = capacity_for(length, self.limit)
         for side in (self.keys, self.values):
             side.reserve(self.length, capacity)
-        if self._positions is not None:
-            self._positions = grown(self._positions, self.length, capacity, fill=-1)
+        for name, table in self.tables.items():
+            self.tables[name] = grown(table, self.length, capacity, fill=TABLES[name][1])
         self.capacity = capacity
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[dict, dict]:
@@ -173,14 +187,16 @@ class ContiguousStore(Store):
         blocks = self.encode(keys, values)
         for side, encoded in zip((self.keys, self.values), blocks, strict=True):
             side.write(self.length, encoded)
-        if self._positions is not None:
-            first = self.length if start is None else start
-            numbers = torch.arange(first, first + tokens, dtype=torch.int32, device=self._positions.device)
-            self._positions.narrow(2, self.length, tokens).copy_(numbers)
+        if "positions" in self.tables:
+            table, first = self.tables["positions"], self.length if start is None else start
+            numbers = torch.arange(first, first + tokens, dtype=torch.int32, device=table.device)
+            table.narrow(2, self.length, tokens).copy_(numbers)
         self.length += tokens
 
-    def put(self, keys: torch.Tensor, values: torch.Tensor, admission: Admission) -> None:
-        """Encodes the new tokens that stay and writes each to its slot (see `Admission`)."""
+    def put(
+        self, keys: torch.Tensor, values: torch.Tensor, admission: Admission, scores: torch.Tensor | None = None
+    ) -> None:
+        """Encodes the new tokens that stay and writes each to its slot (see `Admission`), with its score."""
         slots, valid = admission.slots, admission.valid
         batch, heads, tokens = keys.shape[:3]
 
@@ -197,30 +213,38 @@ class ContiguousStore(Store):
                 if valid is not None:
                     block = torch.where(spread(valid, block.shape[-1]), block, buffer.gather(2, index))
                 buffer.scatter_(2, index, block)
-        table, numbers = self._positions, admission.positions.to(torch.int32)
-        if valid is not None:
-            numbers = torch.where(valid, numbers, table.gather(2, slots))
-        table.scatter_(2, slots, numbers)
+        told = {"positions": admission.positions}
+        if scores is not None:
+            told["scores"] = scores.gather(2, admission.source.expand(batch, heads, -1))
+        for name, x in told.items():
+            table = self.tables[name]
+            index, x = slots.expand(*table.shape[:2], -1), x.to(table.dtype)
+            if valid is not None:
+                x = torch.where(valid, x, table.gather(2, index))
+            table.scatter_(2, index, x.expand_as(index))
 
     @ordinary_tensors
-    def per_row(self, rows: int) -> None:
-        """Gives each of `rows` rows positions of its own."""
-        if self._positions is not None and self._positions.shape[0] < rows:
-            self._positions = self._positions.expand(rows, -1, -1).clone()
+    def part(self, rows: int, heads: int = 1) -> None:
+        """Gives each of `rows` rows, and each of `heads` heads, positions of its own."""
+        table = self.tables["positions"]
+        shape = max(table.shape[0], rows), max(table.shape[1], heads)
+        if shape != table.shape[:2]:
+            self.tables["positions"] = table.expand(*shape, -1).clone()
 
     def view(self, start: int, length: int) -> tuple[Encoded, Encoded]:
         return self.keys.view(start, length), self.values.view(start, length)
 
     def truncate(self, length: int) -> None:
-        if self._positions is not None:
-            self._positions[..., length : self.length] = -1
+        for name, table in self.tables.items():
+            table[..., length : self.length] = TABLES[name][1]
         self.length = length
 
     @ordinary_tensors
     def drop_from(self, position: int) -> None:
         """Empties every slot that holds a token of logical position `position` or later."""
-        table = self._positions
-        self._positions = table.masked_fill(table >= position, -1)
+        gone = self.tables["positions"] >= position
+        for name, table in self.tables.items():
+            self.tables[name] = table.masked_fill(gone, TABLES[name][1])
 
     @ordinary_tensors
     def _map(self, change) -> None:
@@ -228,32 +252,35 @@ class ContiguousStore(Store):
             for name in side.buffers:
                 side.buffers[name] = change(side.buffers[name])
 
+    @ordinary_tensors
+    def _rows(self, change) -> None:
+        """Changes the rows of the tables; one that all rows share stays."""
+        for name, table in self.tables.items():
+            if table.shape[0] > 1 or name != "positions":
+                self.tables[name] = change(table)
+
     def select(self, rows: torch.Tensor) -> None:
         def take(x: torch.Tensor) -> torch.Tensor:
             return x.index_select(0, rows.to(x.device))
 
         self._map(take)
-        if self._positions is not None and self._positions.shape[0] > 1:
-            self._positions = take(self._positions)
+        self._rows(take)
 
     def repeat(self, repeats: int) -> None:
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
-        if self._positions is not None and self._positions.shape[0] > 1:
-            self._positions = self._positions.repeat_interleave(repeats, dim=0)
+        self._rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def to(self, device: torch.device | str) -> None:
         self._map(lambda x: x.to(device, non_blocking=True))
-        if self._positions is not None:
-            self._positions = self._positions.to(device, non_blocking=True)
+        self.tables = {name: table.to(device, non_blocking=True) for name, table in self.tables.items()}
 
     def reset(self) -> None:
-        self.__init__(*self.codecs, self.limit)
+        self.__init__(*self.codecs, self.limit, self.told)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.keys.buffers.values()
         yield from self.values.buffers.values()
-        if self._positions is not None:
-            yield self._positions
+        yield from self.tables.values()
 
     def held(self) -> Held:
         used = {"keys": 0, "values": 0, "scales": 0}
@@ -264,8 +291,8 @@ class ContiguousStore(Store):
                 share = buffer[:, :, : f.rows(self.length)].numel() * buffer.itemsize
                 used[name if f.kind == "codes" else "scales"] += share
                 total += buffer.numel() * buffer.itemsize
-        tables = 0
-        if self._positions is not None:
-            tables = self.positions.numel() * self._positions.itemsize
-            total += self._positions.numel() * self._positions.itemsize
-        return Held(**used, tables=tables, spare=total - sum(used.values()) - tables)
+        told = {"tables": 0, "scores": 0}
+        for name, table in self.tables.items():
+            told["scores" if name == "scores" else "tables"] += self.table(name).numel() * table.itemsize
+            total += table.numel() * table.itemsize
+        return Held(**used, **told, spare=total - sum(used.values()) - sum(told.values()))

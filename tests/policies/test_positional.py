@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from kvplug.policies import POLICIES, SinkWindow, Window
+from kvplug.policies import SinkWindow, Window
 from kvplug.stores import admit
 from tests.oracles import Keep
 
@@ -119,4 +119,3 @@ def test_policies_are_frozen_and_compare_by_value():
         Window(4).window = 5
     assert Window(4).budget == 4
     assert SinkWindow(2, 6).budget == 8
-    assert set(POLICIES) == {"window", "streaming"}

@@ -1,0 +1,31 @@
+"""Which tokens of a forward are padding, told from its mask: those that no query sees."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+
+def visible(mask: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Which of the tokens `start : stop` any query sees, bool `[rows, tokens]`, from a mask of 2 or 4 dimensions."""
+    columns = mask[..., start:stop]
+    if mask.ndim == 2:
+        return columns.bool()
+    seen = columns if columns.dtype == torch.bool else columns > torch.finfo(columns.dtype).min / 2
+    return seen[:, 0].any(dim=1)
+
+
+# The mask of the last forward and what was read from it: all layers of a forward are given the same one.
+_last_mask: tuple = (None, None, False)
+
+
+def nothing_hidden(mask: torch.Tensor, start: int, stop: int) -> bool:
+    """Whether `visible` holds for all tokens; a mask is read once a forward, not once a layer."""
+    global _last_mask
+    known, key, answer = _last_mask
+    version = None if mask.is_inference() else mask._version
+    if known is None or known() is not mask or key != (start, stop, version):
+        answer = bool(visible(mask, start, stop).all())
+        _last_mask = (weakref.ref(mask), (start, stop, version), answer)
+    return answer

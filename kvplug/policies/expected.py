@@ -1,0 +1,81 @@
+"""The queries to come are like those that were: what they will attend to, without having been asked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvplug.policies.positional import check_count
+from kvplug.policies.scored import Arrival, Scored
+
+# Queries of a forward from which on their mean and covariance are taken anew.
+MANY = 64
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Scored):
+    """Keeps the tokens that the next `future` queries are expected to attend to most, weighted with their values' norms.
+
+    Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
+    2025 (arXiv:2510.00636). Queries are taken for Gaussian: their mean and covariance, before rotation and without those
+    of the sinks, are turned to the positions to come, and exp(query . key) is expected under them. A token is scored
+    once, when its forward ends. A later forward of fewer than 64 tokens is scored with the mean and the variances of the last
+    longer one, over the query heads that share a key-value head.
+    """
+
+    future: int = 512
+
+    needs_rope: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("future", self.future, 1)
+
+    def arrival(self, new: Arrival) -> torch.Tensor:
+        keys = new.keys.float()
+        batch, kv_heads, tokens, dim = keys.shape
+        known = "mean" in new.memo
+        if not known:
+            new.memo.update({name: keys.new_zeros(batch, kv_heads, 1, dim) for name in ("mean", "variance")})
+            new.memo["total"] = keys.new_zeros(batch, kv_heads, 1)
+        if new.query is not None and new.query.shape[2] == tokens and (tokens >= MANY or not known):
+            logits = self._expected(new, keys)
+        else:
+            memo = new.memo
+            logits = (keys * memo["mean"]).sum(-1) / math.sqrt(dim) + (keys.square() * memo["variance"]).sum(-1) / dim / 2
+            logits = (logits - memo["total"]).exp()
+        return logits * new.values.float().norm(dim=-1)
+
+    def _expected(self, new: Arrival, keys: torch.Tensor) -> torch.Tensor:
+        """Expected attention to each key, the mean over a group; remembers what later tokens are scored with."""
+        batch, kv_heads, tokens, dim = keys.shape
+        query = new.query.float()
+        number = new.number.expand(batch, 1, -1)[:, 0]
+        if new.rope is not None:
+            query = new.rope.rotate(query, -number)
+        counted = (number >= self.sinks) & (number >= 0)
+        if new.real is not None:
+            counted = counted & new.real
+        share = counted.float() / counted.sum(-1, keepdim=True).clamp(min=1)
+        mean = torch.einsum("bt,bhtd->bhd", share, query)
+        centred = query - mean[:, :, None]
+        covariance = torch.einsum("bt,bhti,bhtj->bhij", share, centred, centred)
+        if new.rope is not None:
+            # What a query turned by the mean of the rotations to come is, for its mean and on both sides of the rest.
+            turn = new.rope.mean_rotation(number[:, -1] + 1, self.future, dim)[:, None]
+            mean = (turn @ mean[..., None])[..., 0]
+            covariance = turn @ covariance @ turn.transpose(-1, -2)
+        mean, covariance = (x.unflatten(1, (kv_heads, -1)) for x in (mean, covariance))
+        logits = torch.einsum("bhgd,bhtd->bhgt", mean, keys) / math.sqrt(dim)
+        spread = torch.einsum("bhti,bhgij->bhgtj", keys, covariance)
+        logits = logits + (spread * keys[:, :, None]).sum(-1) / dim / 2
+        # Sinks would draw nearly all of it, and stay whatever they score.
+        logits = logits.masked_fill(~counted[:, None, None], torch.finfo(logits.dtype).min)
+        new.memo["mean"] = mean.mean(2, keepdim=True)
+        variance = covariance.diagonal(dim1=-2, dim2=-1) + (mean - new.memo["mean"]).square()
+        new.memo["variance"] = variance.mean(2, keepdim=True)
+        new.memo["total"] = logits.logsumexp(-1).mean(2)[..., None]
+        return logits.softmax(-1).mean(2)

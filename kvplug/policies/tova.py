@@ -1,0 +1,25 @@
+"""The newest query decides: what it attends to least goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvplug.policies.scored import Scored
+
+
+@dataclass(frozen=True)
+class NewestQuery(Scored):
+    """Keeps the tokens to which the newest query attends most.
+
+    Oren et al., "Transformers are Multi-State RNNs", 2024 (arXiv:2401.06104). The attention is the mean over the query
+    heads that share a key-value head. Nothing is remembered, so no score is stored.
+    """
+
+    queries: ClassVar[int | None] = 1
+    lasting: ClassVar[bool] = False
+
+    def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int) -> torch.Tensor:
+        return mass
