@@ -7,7 +7,18 @@ from kvplug.attention import attach, detach, register
 from kvplug.cache import KVCache
 from kvplug.memory import MemoryReport
 from kvplug.planning import plan
-from kvplug.recipes import DenseCache, QuantCache, StreamingLLMCache, WindowCache
+from kvplug.recipes import (
+    DenseCache,
+    ExpectedAttentionCache,
+    H2OCache,
+    KeyDiffCache,
+    KnormCache,
+    QuantCache,
+    SnapKVCache,
+    StreamingLLMCache,
+    TOVACache,
+    WindowCache,
+)
 from kvplug.spec import from_spec
 from kvplug.view import KVTensor, KVView
 
@@ -15,12 +26,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DenseCache",
+    "ExpectedAttentionCache",
+    "H2OCache",
     "KVCache",
     "KVTensor",
     "KVView",
+    "KeyDiffCache",
+    "KnormCache",
     "MemoryReport",
     "QuantCache",
+    "SnapKVCache",
     "StreamingLLMCache",
+    "TOVACache",
     "WindowCache",
     "attach",
     "detach",

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvplug import compat
+from kvplug.adaptive import AdaptiveLayer
 from kvplug.attention import attach, configs_of
 from kvplug.codecs import BITS, ROTATING, Codec, Plain, get_codec
 from kvplug.layer import KVLayer
@@ -303,7 +304,8 @@ def _check_dense_parts(residual, sinks, policy, sides: tuple[Codec, Codec], laye
 
 def _make_layer(keys: Codec, values: Codec, policy, rope, residual: int | None, sinks: int | None) -> KVLayer:
     if isinstance(policy, Scored):
-        return ScoredLayer(keys.tokenwise(), values.tokenwise(), policy, rope)
+        kind = AdaptiveLayer if policy.heads == "adaptive" else ScoredLayer
+        return kind(keys.tokenwise(), values.tokenwise(), policy, rope)
     if policy is not None:
         return KVLayer(keys.tokenwise(), values.tokenwise(), policy, rope)
     if isinstance(keys, Plain) and isinstance(values, Plain):

@@ -15,7 +15,7 @@ from kvplug.codecs import CODECS, Codec, Plain
 from kvplug.padding import nothing_hidden, visible
 from kvplug.policies import Policy, SinkWindow
 from kvplug.rope import Rope
-from kvplug.stores import STORES, admit, check_finite
+from kvplug.stores import STORES, Store, admit, check_finite
 from kvplug.view import KVTensor, KVView, Segment, Watch, mark_plain
 
 
@@ -51,11 +51,14 @@ class KVLayer(CacheLayerMixin):
         # Not the base's __init__: `keys` and `values` are read from the store here.
         self.policy, self.rope = policy, rope
         self._clear()
-        tables = () if policy is None else self.tables
-        self.store = STORES["contiguous"](keys, values, limit=self.budget, tables=tables)
+        self.store = self._empty_store(keys, values)
         self.exact = isinstance(keys, Plain) and isinstance(values, Plain)
         self.direct = policy is None and self.exact
         self.record_past = False
+
+    def _empty_store(self, keys: Codec, values: Codec) -> Store:
+        tables = () if self.policy is None else self.tables
+        return STORES["contiguous"](keys, values, limit=self.budget, tables=tables)
 
     def _clear(self) -> None:
         self.is_initialized = False

@@ -65,7 +65,7 @@ class Planner:
         self.layers: dict[str, int] = {}
         for layer in layers:
             self.layers[_kind(layer)] = self.layers.get(_kind(layer), 0) + 1
-        budgets = [layer.policy and layer.policy.budget for layer in layers if isinstance(layer, KVLayer)]
+        budgets = [layer.budget for layer in layers if isinstance(layer, KVLayer)]
         self.budget: int | None = None if None in budgets else max(budgets)
         self._windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
         self._alike(text, layers, known)

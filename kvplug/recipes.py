@@ -6,9 +6,20 @@ from collections.abc import Mapping, Sequence
 
 from kvplug.cache import CodecLike, KVCache, grouping, make_codecs
 from kvplug.codecs import get_codec
-from kvplug.policies import SinkWindow, Window
+from kvplug.policies import (
+    ExpectedAttention,
+    HeavyHitters,
+    KeyDiff,
+    KeyNorm,
+    NewestQuery,
+    Scored,
+    SinkWindow,
+    Votes,
+    Window,
+)
 
 Count = int | Sequence[int]
+Layers = str | Sequence[float] | None
 
 
 class DenseCache(KVCache):
@@ -113,6 +124,102 @@ class StreamingLLMCache(KVCache):
         codec: CodecLike = None,
     ):
         super().__init__(config, codec=codec, policy=_per_layer(SinkWindow, sinks, window, positions=positions))
+
+
+class ScoredCache(KVCache):
+    """What the caches that score tokens have in common; use one of those below.
+
+    In each layer every key-value head keeps the first `sinks` tokens, the last `recent` ones and those that score
+    highest. What is dropped is freed once attention over the forward that brought it is done, so a prompt's own
+    attention is exact, and the budget holds from then on, while decoding too.
+
+    Args:
+        config: the model or its config.
+        budget: tokens kept by each key-value head of a layer: a number, or a share of the prompt as a float (0.25),
+            where the prompt is the cache's first forward.
+        recent: last tokens that stay whatever they score, at least 1; None for the policy's own number.
+        sinks: first tokens that stay whatever they score, as many as fit. Trained models fail without them.
+        heads: "uniform", or "adaptive" to let the heads of a layer compete for its tokens (Ada-KV).
+        layers: None, "pyramid" for more in the first layers and less in the last (PyramidKV), or a list of shares.
+        codec: storage of what is kept, each token by itself.
+        more: further arguments of the policy.
+
+    Raises:
+        ValueError: an argument is not valid, or the model can't be used with an evicting cache.
+    """
+
+    policy: type[Scored]
+
+    def __init__(
+        self,
+        config: object,
+        budget: int | float,
+        recent: int | None = None,
+        *,
+        sinks: int = 4,
+        heads: str = "uniform",
+        layers: Layers = None,
+        codec: CodecLike = None,
+        **more: int,
+    ):
+        if type(self) is ScoredCache:
+            raise ValueError(
+                "ScoredCache has no policy of its own; use H2OCache, SnapKVCache, TOVACache, KeyDiffCache, "
+                "KnormCache or ExpectedAttentionCache"
+            )
+        policy = self.policy(budget, recent, sinks, heads, layers, **more)
+        super().__init__(config, codec=codec, policy=policy)
+
+
+class H2OCache(ScoredCache):
+    """Heavy hitters: the tokens that all queries so far attended to most (see `kvplug.policies.HeavyHitters`)."""
+
+    policy = HeavyHitters
+
+
+class SnapKVCache(ScoredCache):
+    """What the last queries look at, and its neighbours (see `kvplug.policies.Votes`).
+
+    Args:
+        observe: queries that vote, 32 by default.
+        kernel: neighbours in time over which votes are pooled, 5 by default.
+    """
+
+    policy = Votes
+
+    def __init__(self, config: object, budget: int | float, observe: int = 32, kernel: int = 5, **more):
+        super().__init__(config, budget, observe=observe, kernel=kernel, **more)
+
+
+class TOVACache(ScoredCache):
+    """What the newest query attends to (see `kvplug.policies.NewestQuery`)."""
+
+    policy = NewestQuery
+
+
+class KeyDiffCache(ScoredCache):
+    """Keys unlike the others (see `kvplug.policies.KeyDiff`)."""
+
+    policy = KeyDiff
+
+
+class KnormCache(ScoredCache):
+    """Keys of a small norm (see `kvplug.policies.KeyNorm`)."""
+
+    policy = KeyNorm
+
+
+class ExpectedAttentionCache(ScoredCache):
+    """What the queries to come are expected to attend to (see `kvplug.policies.ExpectedAttention`).
+
+    Args:
+        future: how many queries to come are thought of, 512 by default.
+    """
+
+    policy = ExpectedAttention
+
+    def __init__(self, config: object, budget: int | float, future: int = 512, **more):
+        super().__init__(config, budget, future=future, **more)
 
 
 def _per_layer(policy, *counts: Count, **kwargs):

@@ -78,7 +78,6 @@ class Rope:
         head = torch.stack(moved, dim=-1).flatten(-2) if self.interleaved else torch.cat(moved, dim=-1)
         return torch.cat([head.to(x.dtype), rest], dim=-1)
 
-
     def mean_rotation(self, start: torch.Tensor, count: int, dim: int) -> torch.Tensor:
         """The mean of the rotations to the positions `start … start + count - 1`, as matrices of `dim` channels.
 

@@ -15,6 +15,10 @@ from kvplug.stores import admit
 from kvplug.view import Watch
 
 
+# Beyond every position.
+FAR = 1 << 40
+
+
 class ScoredLayer(KVLayer):
     """A full-attention layer under a `Scored` policy, each head with a budget of its own and all of them the same.
 
@@ -34,6 +38,8 @@ class ScoredLayer(KVLayer):
         # What a share of the prompt came to: tokens for the longest row, and for each row, `[batch]`, where they differ.
         self._prompt: int | None = None
         self._budgets: torch.Tensor | None = None
+        # Position past the sinks of each row, `[batch, 1, 1]`, where rows have different ones.
+        self._sinks_end: torch.Tensor | None = None
         # What the policy remembers beside the scores, a row of the batch in each row.
         self.memo: dict[str, torch.Tensor] = {}
         # What was seen of this forward's attention, `[batch, kv_heads, slots]`, and from how many queries.
@@ -63,9 +69,11 @@ class ScoredLayer(KVLayer):
         self._query = None
 
     def _see(self, weights: torch.Tensor) -> None:
-        mass = self.policy.reduce(weights)
+        self._add(self.policy.reduce(weights), weights.shape[3])
+
+    def _add(self, mass: torch.Tensor, queries: int) -> None:
         self._mass = mass if self._mass is None else self._mass + mass
-        self._queries += weights.shape[3]
+        self._queries += queries
 
     def _place(self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None) -> None:
         tokens = keys.shape[2]
@@ -80,6 +88,8 @@ class ScoredLayer(KVLayer):
             if self.policy.lasting:
                 self.store.scores.copy_(scores)
             return
+        if self.padding is not None:
+            self._note_sinks(number, positions)
         self._choose(keys, values, scores, number, positions)
 
     def _take_share(self, tokens: int, real: torch.Tensor | None) -> None:
@@ -96,15 +106,18 @@ class ScoredLayer(KVLayer):
 
     def _renewed(self, new: Arrival) -> torch.Tensor:
         """Scores of the tokens that are held and of the new ones, `[batch, kv_heads, slots + tokens]`."""
-        scores = self.policy.arrival(new)
-        held = self.store.scores
-        if held is None:
-            held = scores.new_zeros(*scores.shape[:2], self.store.length)
-        scores = torch.cat([held, scores], dim=-1)
+        scores = self._joined(self.policy.arrival(new))
         if self._mass is not None:
             scores = self.policy.renew(scores, self._mass, self._queries)
             self._mass = None
         return scores
+
+    def _joined(self, new: torch.Tensor) -> torch.Tensor:
+        """The scores that are held, then those of new tokens `[batch, kv_heads, tokens]`."""
+        held = self.store.scores
+        if held is None:
+            held = new.new_zeros(*new.shape[:2], self.store.length)
+        return torch.cat([held, new], dim=-1)
 
     def _choose(self, keys, values, scores: torch.Tensor, number: torch.Tensor, positions: torch.Tensor) -> None:
         """Keeps the highest-ranked of the tokens held and the new ones, of which `number` and `positions` tell."""
@@ -114,7 +127,8 @@ class ScoredLayer(KVLayer):
         slots = self.store.length
         held = self.store.positions.long()
         at = torch.cat([held[..., :length], positions.expand(*held.shape[:2], -1)], dim=-1)
-        rank = self._ranked(scores, at, number)
+        first, last = self._protected(at[:, 0])
+        rank = self.policy.rank(self.policy.compared(scores, at), at, at < first, at >= last)
         # Slots that were just opened hold nothing.
         opened = held.new_zeros(*held.shape[:2], slots - length)
         admission = admit(
@@ -129,37 +143,40 @@ class ScoredLayer(KVLayer):
             self.store.scores[..., :length] = scores[..., :length]
         self.store.put(keys, values, admission, scores[..., length:] if self.policy.lasting else None)
 
-    def _ranked(self, scores: torch.Tensor, positions: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """Ranks of the tokens at `positions`, the last of which are new and have `number` among those of their row."""
-        tokens = number.shape[-1]
-        slot = torch.arange(positions.shape[-1] - tokens, device=positions.device).expand(*number.shape[:2], -1)
-        index = torch.cat([slot, number], dim=-1)
-        sinks, recent = self._protected()
-        if self.padding is None:
-            last = positions >= self.seen - recent
-        else:
-            last = positions >= self._recent_from(positions, recent)
-        return self.policy.rank(self.policy.compared(scores, positions), positions, index < sinks, last)
+    def _note_sinks(self, number: torch.Tensor, positions: torch.Tensor) -> None:
+        """Remembers for each row the position past its first `sinks` real tokens, from those that are new."""
+        sinks = self._protected_counts()[0]
+        if self._sinks_end is None:
+            self._sinks_end = positions.new_full((self.batch, 1, 1), FAR)
+        beyond = torch.where((positions >= 0) & (number >= sinks), positions, FAR).amin(-1, keepdim=True)
+        self._sinks_end = torch.minimum(self._sinks_end, beyond)
 
-    def _protected(self) -> tuple:
+    def _protected(self, positions: torch.Tensor) -> tuple:
+        """Tokens below the first position and from the second one on stay: numbers, or `[batch, 1, 1]`.
+
+        Args:
+            positions: of all tokens that one of the heads may keep, `[batch, candidates]`.
+        """
+        sinks, recent = self._protected_counts()
+        if self.padding is None:
+            return sinks, self.seen - recent
+        index = torch.as_tensor(recent, device=positions.device).clamp(max=positions.shape[-1]).reshape(-1, 1) - 1
+        ordered = positions.sort(dim=-1, descending=True).values
+        return self._sinks_end, ordered.gather(-1, index.expand(len(positions), 1))[..., None]
+
+    def _protected_counts(self) -> tuple:
         """First and last tokens that stay: numbers, or one for each row, `[batch, 1, 1]`."""
         if self._budgets is None:
             return self.policy.protected(self.budget)
         pairs = [self.policy.protected(budget) for budget in self._budgets.tolist()]
         return tuple(torch.tensor(side, device=self.device)[:, None, None] for side in zip(*pairs, strict=True))
 
-    def _recent_from(self, positions: torch.Tensor, recent: int | torch.Tensor) -> torch.Tensor:
-        """Position of the first of a row's `recent` last tokens, `[rows, heads, 1]`; -1 where there are fewer."""
-        index = torch.as_tensor(recent, device=positions.device).clamp(max=positions.shape[-1]) - 1
-        ordered = positions.sort(dim=-1, descending=True).values
-        return ordered.gather(-1, index.expand(*positions.shape[:2], 1))
-
     # Lengths and changes of the past
 
     @property
     def policy_state(self) -> list[torch.Tensor]:
         """What the policy keeps beside a score for each slot."""
-        return [*self.memo.values(), *([] if self._budgets is None else [self._budgets])]
+        return [*self.memo.values(), *(x for x in (self._budgets, self._sinks_end) if x is not None)]
 
     def activate_past_recording(self) -> None:
         """From now on a forward is settled by `crop` alone, so that its tokens can be taken back.
@@ -178,8 +195,9 @@ class ScoredLayer(KVLayer):
     def _change_rows(self, change, batch: int) -> None:
         super()._change_rows(change, batch)
         self.memo = {name: change(x) for name, x in self.memo.items()}
-        if self._budgets is not None:
-            self._budgets = change(self._budgets)
+        for name in ("_budgets", "_sinks_end"):
+            if getattr(self, name) is not None:
+                setattr(self, name, change(getattr(self, name)))
 
     def reset(self) -> None:
         """As new, for any batch; memory is given back."""

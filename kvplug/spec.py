@@ -84,11 +84,26 @@ def _policy(name: str, arguments: dict[str, str]) -> Policy:
     _refuse_others(name, arguments, tuple(known))
     values: dict[str, object] = dict(DEFAULTS.get(name, {}))
     for key, text in arguments.items():
-        values[key] = text if isinstance(known[key].default, str) else _whole(name, key, text)
+        values[key] = _value(name, key, text, known[key].type)
     missing = [key for key, f in known.items() if key not in values and f.default is MISSING]
     if missing:
         raise ValueError(f"{name!r} needs {', '.join(missing)}; {name}:{missing[0]}=512 is accepted")
     return POLICIES[name](**values)
+
+
+def _value(name: str, key: str, text: str, kind: str) -> object:
+    """An argument of a policy, of what its annotation says: a number of tokens, a share of them, or a word."""
+    if "str" in kind:
+        return text
+    if "float" in kind and not text.isdecimal():
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(
+                f"{key}={text!r} of {name!r} is not valid; a whole number of tokens, or a share of the prompt such as "
+                "0.25 is accepted"
+            ) from None
+    return _whole(name, key, text)
 
 
 def _whole(name: str, key: str, text: str) -> int:
@@ -110,7 +125,8 @@ def from_spec(spec: str, config: object) -> KVCache:
     Args:
         spec: parts joined by `+`, in any order: a codec (`dense`, `fp8`, `int8`, `int4`, or `quant` with `keys=` and
             `values=`; with `residual=`, `sinks=`, `group_size=` and `scheme=` as in `QuantCache`) and a policy
-            (`window`, `streaming`).
+            (`window`, `streaming`, `h2o`, `snapkv`, `tova`, `keydiff`, `knorm`, `expected_attention`; with the
+            arguments of the cache of that name).
         config: the model or its config.
 
     Raises:

@@ -6,7 +6,7 @@ A view lives for one layer of one forward. It never copies: it refers to the sto
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils._pytree import tree_map
@@ -20,7 +20,8 @@ class Segment:
 
     `positions` `[rows, kv_heads or 1, tokens]` (rows: batch or 1) holds each slot's logical position, -1 for an empty
     slot; None means that the first `sinks` slots hold the tokens 0 … sinks - 1, and the others consecutive tokens from
-    `start` on.
+    `start` on. Where there are `owners` `[batch, pages]` the heads share the slots: keys and values have one row for all
+    of them, and each page of slots belongs to the head that `owners` names (the number of heads: to nobody).
     """
 
     keys: Encoded
@@ -28,6 +29,7 @@ class Segment:
     start: int = 0
     positions: torch.Tensor | None = None
     sinks: int = 0
+    owners: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -52,11 +54,12 @@ class Watch:
     """Who wants to see the attention of a forward.
 
     `take` is given the weights of some queries after the other, fp32 `[batch, kv_heads, group, queries, slots]` with
-    zeros in the rows of padding; `queries` is how many of the last ones it wants, None for all.
+    zeros in the rows of padding; where heads share slots it gets two, the first `[batch, pages, group, queries, page]`.
+    `queries` is how many of the last ones it wants, None for all.
     """
 
     queries: int | None
-    take: Callable[[torch.Tensor], None]
+    take: Callable[..., None]
 
     def first(self, queries: int) -> int:
         """The first query that it wants of a forward of `queries`."""
@@ -90,6 +93,26 @@ class KVView:
     @property
     def device(self) -> torch.device:
         return next(self.segments[-1].keys.tensors()).device
+
+    @property
+    def kv_heads(self) -> int:
+        return next(self.segments[-1].keys.tensors()).shape[1]
+
+    def spread(self) -> KVView:
+        """The same view without owners: slots that heads share are repeated for each head, empty for all but one."""
+        segments = []
+        for segment in self.segments:
+            if segment.owners is not None:
+                keys, values = (
+                    Encoded(x.codec, {k: t.expand(-1, self.kv_heads, -1, -1) for k, t in x.fields.items()}, x.dim)
+                    for x in (segment.keys, segment.values)
+                )
+                heads = torch.arange(self.kv_heads, device=self.device)[:, None]
+                slots = segment.owners.long().repeat_interleave(segment.tokens // segment.owners.shape[1], dim=1)
+                positions = torch.where(slots[:, None] == heads, segment.positions.long(), -1)
+                segment = Segment(keys, values, positions=positions)
+            segments.append(segment)
+        return replace(self, segments=segments)
 
     @property
     def tokens(self) -> int:
@@ -140,9 +163,7 @@ class KVView:
         parts = [getattr(segment, side).decode(self.dtype) for segment in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def align(
-        self, mask: torch.Tensor | None, causal: bool = True, part: slice = slice(None)
-    ) -> torch.Tensor | None:
+    def align(self, mask: torch.Tensor | None, causal: bool = True, part: slice = slice(None)) -> torch.Tensor | None:
         """The logical mask with its columns gathered at the positions of the slots.
 
         Args:

@@ -21,6 +21,7 @@ FLOORS = [
     {"stores", "policies", "kernels", "rope", "sharing", "probe", "padding"},
     {"layer", "attention"},
     {"memory", "residual", "scored"},
+    {"adaptive"},
     {"cache"},
     {"recipes", "spec", "shapes"},
     {"planning"},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvplug.kernels import blocks, dense, reference
+from kvplug.kernels import blocks, dense, heads, reference
 from kvplug.view import KVView, part_of
 
-__all__ = ["attend", "blocks", "dense", "reference"]
+__all__ = ["attend", "blocks", "dense", "heads", "reference"]
 
 # Query rows a key-value head up to which reading the bytes is the bound, so that decoding at large does not pay.
 FEW_ROWS = 64
@@ -22,6 +22,8 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention over a view, `[batch, heads, queries, value_dim]`; arguments as for `reference.attend`."""
+    if view.segments[0].owners is not None:
+        return heads.attend(query, view, mask, scale, softcap, sinks)
     kv_heads = next(view.segments[0].keys.tensors()).shape[1]
     rows = query.shape[1] // kv_heads * query.shape[2]
     special = softcap is not None or sinks is not None

@@ -37,7 +37,7 @@ def attend(
         weights = torch.nn.functional.pad(weights, (0, 0, 0, 1))
     out, start = 0, 0
     for segment in view.segments:
-        out = out + _weighted(weights[..., start : start + segment.tokens], segment.values)
+        out = out + weighted(weights[..., start : start + segment.tokens], segment.values)
         start += segment.tokens
     return out[:, :, :count].reshape(batch, heads, queries, -1).to(query.dtype)
 
@@ -74,43 +74,40 @@ def _weights(query, view: KVView, mask, scale: float, softcap, sinks) -> torch.T
     if count % 4 == 3:
         # Products of four rows take less time than those of three.
         rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
-    rotated = [segment.keys.codec.rotate(rows) for segment in view.segments]
-    pairs = list(zip(rotated, view.segments, strict=True))
-    scores = torch.cat([part for own, segment in pairs for part in _products(own, segment.keys)], dim=-1)
-    start = 0
-    for own, segment in pairs:
-        _apply_factors(scores[..., start : start + segment.tokens], own, segment.keys)
-        start += segment.tokens
+    scores = torch.cat([products(rows, segment.keys) for segment in view.segments], dim=-1)
     scores = scores[:, :, :count]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        _mask(scores, mask, group)
+        masked(scores, by_group(mask, kv_heads, group), group)
     return _softmax(scores, sinks, kv_heads, group, queries)
 
 
 def _told(weights: torch.Tensor, view: KVView, mask: torch.Tensor | None, part: slice) -> torch.Tensor:
     """Weights `[batch, kv_heads, rows, slots]` of the queries `part` of a forward as a watch is given them: by query,
     without those of padding, which are queries that don't see themselves."""
-    queries = part.stop - part.start
-    weights = weights.unflatten(2, (-1, queries))
+    weights = weights.unflatten(2, (-1, part.stop - part.start))
     if mask is None:
         return weights
-    own = view.tokens - view.queries + part.start
-    mask = mask[:, 0].expand(-1, queries, -1)[..., own : own + queries].diagonal(dim1=1, dim2=2)
-    real = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return weights * real[:, None, None, :, None]
+    return weights * real_queries(mask, view.tokens - view.queries + part.start)[:, None, None, :, None]
 
 
-def _mask(scores: torch.Tensor, mask: torch.Tensor, group: int) -> None:
-    """Applies a mask `[.., 1, kv_heads or heads, queries, slots]` to scores `[batch, kv_heads, rows, slots]`."""
-    kv_heads, rows = scores.shape[1:3]
-    queries = rows // group
-    if mask.shape[1] == kv_heads * group:
-        mask = mask.unflatten(1, (kv_heads, group))
-    else:
-        mask = mask[:, :, None]
-    scores = scores.unflatten(2, (group, queries))
+def real_queries(mask: torch.Tensor, own: int) -> torch.Tensor:
+    """Which queries see themselves, bool `[rows, queries]`, from a mask `[rows, heads or 1, queries or 1, slots]` where
+    the first one's token is in slot `own`."""
+    queries = mask.shape[2]
+    seen = mask[:, 0, :, own : own + queries].diagonal(dim1=1, dim2=2) if queries > 1 else mask[:, 0, 0, own:]
+    return seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
+
+
+def by_group(mask: torch.Tensor, kv_heads: int, group: int) -> torch.Tensor:
+    """A mask `[rows, heads or kv_heads or 1, queries, slots]` with the heads of a group in a dimension of their own."""
+    return mask.unflatten(1, (kv_heads, group)) if mask.shape[1] == kv_heads * group else mask[:, :, None]
+
+
+def masked(scores: torch.Tensor, mask: torch.Tensor, group: int) -> None:
+    """Applies a mask `[rows, 1 or n, 1 or group, queries, slots]` to scores `[rows, n, group * queries, slots]`."""
+    scores = scores.unflatten(2, (group, -1))
     if mask.dtype == torch.bool:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     else:
@@ -135,15 +132,17 @@ def _blocks(encoded: Encoded):
         yield start, stop, encoded.narrow(start, stop - start).codes()
 
 
-def _products(rotated: torch.Tensor, keys: Encoded) -> Iterator[torch.Tensor]:
-    """Rotated rows `[batch, kv_heads, rows, head_dim]` times the codes of the keys, block by block:
-    `[batch, kv_heads, rows, tokens]`."""
-    planes = None
+def products(rows: torch.Tensor, keys: Encoded) -> torch.Tensor:
+    """Rows `[batch, kv_heads, rows, head_dim]` times the keys: fp32 `[batch, kv_heads, rows, tokens]`."""
+    rotated, planes, parts = keys.codec.rotate(rows), None, []
     for _, _, codes in _blocks(keys):
         if planes is None:
             planes = to_planes(rotated, codes.shape[0], codes.shape[-1]).contiguous()
-        products = planes @ codes.transpose(-1, -2)
-        yield products[0] if len(products) == 1 else products.sum(0)
+        product = planes @ codes.transpose(-1, -2)
+        parts.append(product[0] if len(product) == 1 else product.sum(0))
+    scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    _apply_factors(scores, rotated, keys)
+    return scores
 
 
 def _apply_factors(scores: torch.Tensor, rotated: torch.Tensor, keys: Encoded) -> None:
@@ -160,7 +159,7 @@ def _apply_factors(scores: torch.Tensor, rotated: torch.Tensor, keys: Encoded) -
         scores[..., whole * granule :].add_(groups[..., whole:])
 
 
-def _weighted(weights: torch.Tensor, values: Encoded) -> torch.Tensor:
+def weighted(weights: torch.Tensor, values: Encoded) -> torch.Tensor:
     """Weights `[batch, kv_heads, rows, tokens]` times the values: `[batch, kv_heads, rows, value_dim]`, fp32."""
     factors, total = values.factors(), 0
     scaled = weights if factors.scale is None else weights * factors.scale

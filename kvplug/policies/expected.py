@@ -45,7 +45,9 @@ class ExpectedAttention(Scored):
             logits = self._expected(new, keys)
         else:
             memo = new.memo
-            logits = (keys * memo["mean"]).sum(-1) / math.sqrt(dim) + (keys.square() * memo["variance"]).sum(-1) / dim / 2
+            logits = (keys * memo["mean"]).sum(-1) / math.sqrt(dim) + (keys.square() * memo["variance"]).sum(
+                -1
+            ) / dim / 2
             logits = (logits - memo["total"]).exp()
         return logits * new.values.float().norm(dim=-1)
 
@@ -77,5 +79,6 @@ class ExpectedAttention(Scored):
         new.memo["mean"] = mean.mean(2, keepdim=True)
         variance = covariance.diagonal(dim1=-2, dim2=-1) + (mean - new.memo["mean"]).square()
         new.memo["variance"] = variance.mean(2, keepdim=True)
-        new.memo["total"] = logits.logsumexp(-1).mean(2)[..., None]
-        return logits.softmax(-1).mean(2)
+        total = logits.logsumexp(-1).mean(2)[..., None]
+        new.memo["total"] = torch.where(counted.any(-1)[:, None, None], total, 0)
+        return logits.softmax(-1).mean(2) * counted[:, None]

@@ -17,10 +17,11 @@ from kvplug.policies.positional import check_count
 from kvplug.rope import Rope
 
 HEADS = ("uniform", "adaptive")
-# Bits that tell positions apart where scores are equal.
-TIE = 28
+# Bits that tell positions apart where scores are equal, and last bits of a score that don't count: what two orders of
+# summation make of equal tokens must not decide which of them goes.
+TIE, NOISE = 28, 8
 # Above the rank of any score: first tokens and recent ones stay whatever they score.
-PROTECTED = 1 << 61
+PROTECTED = 1 << 54
 
 
 def check_budget(budget: int | float) -> None:
@@ -45,7 +46,8 @@ def pyramid(count: int) -> tuple[float, ...]:
 
 
 def order(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """int64 ranks, all distinct and not negative, that sort as the scores do; of equal scores the later token wins.
+    """int64 ranks, all distinct and not negative, that sort as the scores do; of scores that agree to 2^-15 the later
+    token wins.
 
     Args:
         scores: fp32, any shape.
@@ -53,8 +55,8 @@ def order(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """
     bits = scores.contiguous().view(torch.int32).long()
     # The bits of a float sort as it does, but for the sign.
-    bits = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits) + (1 << 31)
-    return (bits << TIE) + positions
+    bits = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits) + (1 << 31) + (1 << NOISE - 1)
+    return (bits >> NOISE << TIE) + positions
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,12 @@ class Scored(Policy):
         if isinstance(self.layers, list):
             object.__setattr__(self, "layers", tuple(self.layers))
         shares = self.layers if isinstance(self.layers, tuple) else (1,)
-        if isinstance(self.layers, str) and self.layers != "pyramid" or not all(_positive(x) for x in shares) or not shares:
+        if (
+            isinstance(self.layers, str)
+            and self.layers != "pyramid"
+            or not all(_positive(x) for x in shares)
+            or not shares
+        ):
             raise ValueError(
                 f"layers={self.layers!r} is not valid: None, 'pyramid' or a list of positive numbers, one for each "
                 "full-attention layer, is accepted"
@@ -205,8 +212,14 @@ class Scored(Policy):
         """
         return scores
 
-    def compared(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What is compared when tokens have to go; `positions` are -1 for empty slots and padding."""
+    def compared(self, scores: torch.Tensor, positions: torch.Tensor, owners: torch.Tensor | None = None):
+        """What is compared when tokens have to go.
+
+        Args:
+            scores: `[batch, kv_heads, candidates]`, or `[batch, 1, candidates]` of all heads in one row.
+            positions: int64, same shape, -1 for empty slots and padding.
+            owners: the head of each candidate, int64, same shape, where those of all heads are in one row.
+        """
         return scores
 
     def rank(

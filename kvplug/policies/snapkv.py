@@ -40,12 +40,22 @@ class Votes(Scored):
     def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int) -> torch.Tensor:
         return scores * (1 - queries / self.observe) + mass / self.observe
 
-    def compared(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def compared(self, scores: torch.Tensor, positions: torch.Tensor, owners: torch.Tensor | None = None):
         if self.kernel == 1:
             return scores
         # Slots are in no order: neighbours are those among the tokens that are there, in time.
-        inner = torch.where(positions < 0, 1 << 40, positions).expand_as(scores).argsort(-1)
-        voted = scores.masked_fill(positions < 0, 0).gather(-1, inner)
-        half = self.kernel // 2
-        pooled = torch.nn.functional.max_pool1d(voted, self.kernel, stride=1, padding=half)
+        heads = torch.zeros_like(positions) if owners is None else owners
+        heads = torch.where(positions < 0, -1, heads)
+        inner = (positions + (heads << 32)).expand_as(scores).argsort(-1)
+        voted, heads = scores.gather(-1, inner), heads.expand_as(scores).gather(-1, inner)
+        pooled = voted
+        for step in range(1, self.kernel // 2 + 1):
+            for a, b in ((slice(step, None), slice(None, -step)), (slice(None, -step), slice(step, None))):
+                near = torch.where(heads[..., a] == heads[..., b], voted[..., b], 0)
+                pooled = torch.cat(
+                    [pooled[..., :step], torch.maximum(pooled[..., a], near)]
+                    if a.start
+                    else [torch.maximum(pooled[..., a], near), pooled[..., -step:]],
+                    dim=-1,
+                )
         return torch.empty_like(scores).scatter_(-1, inner, pooled)

@@ -156,7 +156,7 @@ class ContiguousStore(Store):
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[dict, dict]:
         """The fields of both sides. The first block decides whether few bits can hold the keys at all."""
         if not self.searched:
-            self._search(keys)
+            self.search(keys)
         one, other = self.keys.codec, self.values.codec
         few = keys.shape[2] <= FEW and keys.shape == values.shape
         if one != other or not few or isinstance(one, Plain):
@@ -165,7 +165,7 @@ class ContiguousStore(Store):
         return tuple({name: half[i] for name, half in ((n, x.chunk(2)) for n, x in both.items())} for i in (0, 1))
 
     @ordinary_tensors
-    def _search(self, keys: torch.Tensor) -> None:
+    def search(self, keys: torch.Tensor) -> None:
         """Full precision for all keys where those of the first block have channels that few bits can't hold."""
         self.searched = True
         # A plan has shapes alone.

@@ -100,7 +100,7 @@ def test_slots_are_written_over(keys, values):
     k, v = block(3, seed=7), block(3, dim=8, seed=8)
     slots, source = torch.tensor([[[4, 1]], [[0, 2]]]), torch.tensor([[[0, 2]], [[1, 2]]])
     valid = torch.tensor([[[True, True]], [[True, False]]])
-    store.per_row(2)
+    store.part(2)
     store.put(k, v, Admission(slots, source, valid, source + 5))
     for codec, new, old, got in (
         (keys, k, block(5), contents(store)[0]),
