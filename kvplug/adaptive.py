@@ -12,7 +12,6 @@ from kvplug.scored import ScoredLayer
 from kvplug.stores.heads import HeadStore, Shares, page_of
 from kvplug.view import Segment
 
-
 # The part of an even share that every head has, whatever its scores: `alpha` of Ada-KV.
 LEAST = 0.2
 

@@ -14,7 +14,6 @@ from kvplug.policies.scored import Arrival
 from kvplug.stores import admit
 from kvplug.view import Watch
 
-
 # Beyond every position.
 FAR = 1 << 40
 
@@ -35,7 +34,7 @@ class ScoredLayer(KVLayer):
 
     def _clear(self) -> None:
         super()._clear()
-        # What a share of the prompt came to: tokens for the longest row, and for each row, `[batch]`, where they differ.
+        # Tokens of the prompt's longest row where the budget is a share of it; each row's budget where they differ.
         self._prompt: int | None = None
         self._budgets: torch.Tensor | None = None
         # Position past the sinks of each row, `[batch, 1, 1]`, where rows have different ones.

@@ -20,8 +20,8 @@ class Segment:
 
     `positions` `[rows, kv_heads or 1, tokens]` (rows: batch or 1) holds each slot's logical position, -1 for an empty
     slot; None means that the first `sinks` slots hold the tokens 0 … sinks - 1, and the others consecutive tokens from
-    `start` on. Where there are `owners` `[batch, pages]` the heads share the slots: keys and values have one row for all
-    of them, and each page of slots belongs to the head that `owners` names (the number of heads: to nobody).
+    `start` on. Where there are `owners` `[batch, pages]` the heads share the slots: keys and values have one row for
+    all of them, and each page of slots belongs to the head that `owners` names (the number of heads: to nobody).
     """
 
     keys: Encoded

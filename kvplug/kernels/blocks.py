@@ -6,7 +6,7 @@ are applied to scores and weights, a rotated codec's rotation to the query and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 

@@ -17,13 +17,13 @@ MANY = 64
 
 @dataclass(frozen=True)
 class ExpectedAttention(Scored):
-    """Keeps the tokens that the next `future` queries are expected to attend to most, weighted with their values' norms.
+    """Keeps the tokens that the next `future` queries are expected to attend to most, weighted with their values.
 
-    Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
-    2025 (arXiv:2510.00636). Queries are taken for Gaussian: their mean and covariance, before rotation and without those
-    of the sinks, are turned to the positions to come, and exp(query . key) is expected under them. A token is scored
-    once, when its forward ends. A later forward of fewer than 64 tokens is scored with the mean and the variances of the last
-    longer one, over the query heads that share a key-value head.
+    Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+    Distribution", 2025 (arXiv:2510.00636). Queries are taken for Gaussian: their mean and covariance, before rotation
+    and without those of the sinks, are turned to the positions to come, and exp(query . key) is expected under them,
+    times the norm of the value. A token is scored once, when its forward ends. A later forward of fewer than 64 tokens
+    is scored with the mean and the variances of the last longer one, over the query heads that share a key-value head.
     """
 
     future: int = 512
@@ -53,7 +53,7 @@ class ExpectedAttention(Scored):
 
     def _expected(self, new: Arrival, keys: torch.Tensor) -> torch.Tensor:
         """Expected attention to each key, the mean over a group; remembers what later tokens are scored with."""
-        batch, kv_heads, tokens, dim = keys.shape
+        batch, kv_heads, _, dim = keys.shape
         query = new.query.float()
         number = new.number.expand(batch, 1, -1)[:, 0]
         if new.rope is not None:

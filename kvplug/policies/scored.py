@@ -126,8 +126,7 @@ class Scored(Policy):
             object.__setattr__(self, "layers", tuple(self.layers))
         shares = self.layers if isinstance(self.layers, tuple) else (1,)
         if (
-            isinstance(self.layers, str)
-            and self.layers != "pyramid"
+            (isinstance(self.layers, str) and self.layers != "pyramid")
             or not all(_positive(x) for x in shares)
             or not shares
         ):
@@ -147,8 +146,8 @@ class Scored(Policy):
         shares = pyramid(count) if self.layers == "pyramid" else self.layers
         if len(shares) != count:
             raise ValueError(
-                f"layers={self.layers!r} has {len(shares)} shares; one for each of the {count} full-attention layers is "
-                "accepted"
+                f"layers={self.layers!r} has {len(shares)} shares; one for each of the {count} full-attention layers "
+                "is accepted"
             )
         mean = sum(shares) / count
         if isinstance(self.budget, float):
@@ -157,11 +156,14 @@ class Scored(Policy):
             # Rounded so that the whole budget is given away.
             ends = [round(self.budget * total / mean) for total in itertools.accumulate(shares)]
             budgets = [max(end - start, 1) for start, end in itertools.pairwise([0, *ends])]
-        fit = [{"budget": b, "layers": None} for b in budgets]
-        for one in fit:
-            if self.recent is not None and isinstance(one["budget"], int):
-                one["recent"] = min(self.recent, one["budget"])
-        return [replace(self, **one) for one in fit]
+
+        def of(budget: int | float) -> Scored:
+            recent = self.recent
+            if recent is not None and isinstance(budget, int):
+                recent = min(recent, budget)
+            return replace(self, budget=budget, recent=recent, layers=None)
+
+        return [of(budget) for budget in budgets]
 
     @property
     def needs_queries(self) -> bool:

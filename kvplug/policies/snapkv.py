@@ -16,8 +16,9 @@ class Votes(Scored):
 
     Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024 (arXiv:2404.14469). A vote is the
     attention that a query pays, the mean over the query heads that share a key-value head; a token has the mean of the
-    last `observe` queries' votes, pooled as the largest among its neighbours. While decoding, each query counts
-    1/`observe` and what was before fades by as much. By default the last `observe` tokens stay, up to half of the budget.
+    last `observe` queries' votes, pooled as the largest among its neighbours in the head. While decoding, each query
+    counts 1/`observe` and what was before fades by as much. By default the last `observe` tokens stay, up to half of
+    the budget.
     """
 
     observe: int = 32

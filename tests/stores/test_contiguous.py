@@ -96,7 +96,7 @@ def test_rows_and_truncation(keys, values):
 @pairs
 def test_slots_are_written_over(keys, values):
     """An admission moves two of three new tokens, in one row only one of them."""
-    store = filled(keys, values, 5, limit=5)
+    store = filled(keys, values, 5, limit=5, tables=("positions",))
     k, v = block(3, seed=7), block(3, dim=8, seed=8)
     slots, source = torch.tensor([[[4, 1]], [[0, 2]]]), torch.tensor([[[0, 2]], [[1, 2]]])
     valid = torch.tensor([[[True, True]], [[True, False]]])
@@ -114,7 +114,7 @@ def test_slots_are_written_over(keys, values):
 
 @pairs
 def test_positions_are_dropped_from_the_end(keys, values):
-    store = filled(keys, values, 5, limit=8)
+    store = filled(keys, values, 5, limit=8, tables=("positions",))
     assert store.positions.tolist() == [[[0, 1, 2, 3, 4]]]
     store.drop_from(3)
     assert store.positions.tolist() == [[[0, 1, 2, -1, -1]]]
