@@ -5,6 +5,7 @@ Importing registers the attention function "kvplug" with transformers and touche
 
 from kvplug.attention import attach, detach, register
 from kvplug.cache import KVCache
+from kvplug.compress import compress
 from kvplug.memory import MemoryReport
 from kvplug.planning import plan
 from kvplug.recipes import (
@@ -40,6 +41,7 @@ __all__ = [
     "TOVACache",
     "WindowCache",
     "attach",
+    "compress",
     "detach",
     "from_spec",
     "plan",

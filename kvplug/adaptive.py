@@ -53,6 +53,13 @@ class AdaptiveLayer(ScoredLayer):
     def holes(self) -> bool:
         return self.shared or super().holes
 
+    def _contents(self, side: int) -> torch.Tensor | None:
+        if not self.shared:
+            return super()._contents(side)
+        self.settle()
+        decoded = self.store.by_head(side, self.dtype)
+        return decoded if self.fresh is None else torch.cat([decoded, self.fresh[side]], dim=2)
+
     def _stored(self, before: int) -> list[Segment]:
         if not self.shared:
             return super()._stored(before)

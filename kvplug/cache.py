@@ -15,6 +15,7 @@ from kvplug import compat
 from kvplug.adaptive import AdaptiveLayer
 from kvplug.attention import attach, configs_of
 from kvplug.codecs import BITS, ROTATING, Codec, Plain, get_codec
+from kvplug.evicting import EvictingLayer
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
 from kvplug.policies import Policy, Scored
@@ -254,7 +255,7 @@ def make_layers(config: object, codec, policy, residual=None, sinks=None, layer_
             f"config={type(text).__name__} has no full-attention layers (its layers: {kinds}), so there is nothing to "
             "compress; a model with full attention is accepted"
         )
-    sides = _sides(codec, "codec")
+    sides = get_codecs(codec)
     if isinstance(policy, Scored):
         policies = policy.of_layers(len(full))
     else:
@@ -267,7 +268,7 @@ def make_layers(config: object, codec, policy, residual=None, sinks=None, layer_
         if one is not None and not isinstance(one, Policy):
             raise ValueError(f"policy={one!r} is not accepted; pass a kvplug policy such as kvplug.policies.Window")
     _check_dense_parts(residual, sinks, policy, sides, layer_codecs)
-    others = {i: _sides(one, f"layer_dtypes[{i!r}]") for i, one in (layer_codecs or {}).items()}
+    others = {i: get_codecs(one, f"layer_dtypes[{i!r}]") for i, one in (layer_codecs or {}).items()}
     for i in others:
         if i not in full:
             raise ValueError(
@@ -280,7 +281,8 @@ def make_layers(config: object, codec, policy, residual=None, sinks=None, layer_
     return layers
 
 
-def _sides(codec, argument: str) -> tuple[Codec, Codec]:
+def get_codecs(codec, argument: str = "codec") -> tuple[Codec, Codec]:
+    """The codecs of keys and values, from one codec or name for both, or a pair."""
     sides = codec if isinstance(codec, tuple | list) else (codec, codec)
     if len(sides) != 2:
         raise ValueError(f"{argument}={codec!r} is not valid; one codec, or a pair for keys and values is accepted")
@@ -307,7 +309,7 @@ def _make_layer(keys: Codec, values: Codec, policy, rope, residual: int | None, 
         kind = AdaptiveLayer if policy.heads == "adaptive" else ScoredLayer
         return kind(keys.tokenwise(), values.tokenwise(), policy, rope)
     if policy is not None:
-        return KVLayer(keys.tokenwise(), values.tokenwise(), policy, rope)
+        return EvictingLayer(keys.tokenwise(), values.tokenwise(), policy, rope)
     if isinstance(keys, Plain) and isinstance(values, Plain):
         return KVLayer(keys, values)
     residual, sinks = (

@@ -13,9 +13,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvplug.codecs import CODECS, Codec, Plain
 from kvplug.padding import nothing_hidden, visible
-from kvplug.policies import Policy, SinkWindow
+from kvplug.policies import Policy
 from kvplug.rope import Rope
-from kvplug.stores import STORES, Store, admit, check_finite
+from kvplug.stores import STORES, Store, check_finite
 from kvplug.view import KVTensor, KVView, Segment, Watch, mark_plain
 
 
@@ -72,6 +72,11 @@ class KVLayer(CacheLayerMixin):
         self._real: torch.Tensor | None = None
         # Padding tokens seen by each row, `[rows]`, once a mask was seen.
         self.padding: torch.Tensor | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether tokens are given up, so that a mask has to be gathered."""
+        return self.policy is not None
 
     @property
     def budget(self) -> int | None:
@@ -160,7 +165,7 @@ class KVLayer(CacheLayerMixin):
             seen=self.seen,
             queries=queries,
             dtype=self.dtype,
-            evicting=self.policy is not None,
+            evicting=self.drops,
             holes=self.holes,
             watch=self._watch(),
             done=self._done,
@@ -177,25 +182,7 @@ class KVLayer(CacheLayerMixin):
         if positions is not None and self.padding is None and before == length:
             positions = None  # nothing was dropped: slot i holds token i
         keys, values = self.store.view(0, length)
-        dropping = isinstance(self.policy, SinkWindow) and self.policy.compact and before > self.budget
-        if not dropping or self.rope is None:
-            return [Segment(keys, values, positions=positions)]
-        sinks = self.policy.sinks
-        moved = self.rope.rotate(keys.narrow(0, sinks).decode(self.dtype), self._dropped(before))
-        return [
-            Segment(CODECS["dense"].encode(moved), values.narrow(0, sinks), positions=positions[..., :sinks]),
-            Segment(
-                keys.narrow(sinks, length - sinks),
-                values.narrow(sinks, length - sinks),
-                positions=positions[..., sinks:],
-            ),
-        ]
-
-    def _dropped(self, before: int) -> int | torch.Tensor:
-        """Real tokens that each row has given up: the gap between its sinks and its window."""
-        if self.padding is None:
-            return before - self.budget
-        return (before - self.padding - self.budget).clamp(min=0)
+        return [Segment(keys, values, positions=positions)]
 
     # After attention
 
@@ -234,30 +221,11 @@ class KVLayer(CacheLayerMixin):
         tokens = keys.shape[2]
         before = self.seen - tokens
         real, self._real = self._real, None
-        if self.policy is None:
-            self.store.append(keys, values)
-        else:
-            self._place(keys, values, before, real)
+        self._place(keys, values, before, real)
 
     def _place(self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None) -> None:
-        """Stores what the policy keeps of new tokens, the first of which is number `before`, and of those held."""
-        tokens = keys.shape[2]
-        if real is None and self.padding is None and before + tokens <= self.budget:
-            self.store.append(keys, values, start=before)
-            return
-        number, positions = self._numbers(keys, before, real)
-        self._open(tokens)
-        held = self.store.positions.long()
-        slot = torch.arange(self.store.length, device=keys.device).expand_as(held)
-        admission = admit(
-            held,
-            self.policy.priority(held, slot),
-            positions,
-            self.policy.priority(positions, number),
-            self.budget,
-            newest_stays=tokens == 1 and self.padding is None,
-        )
-        self.store.put(keys, values, admission)
+        """Stores new tokens, the first of which is number `before`; `real` is False for padding, where a mask told."""
+        self.store.append(keys, values)
 
     def _note_padding(self, mask: torch.Tensor) -> None:
         """Tells from a mask which of the pending tokens are padding: those that no query of the forward sees."""
@@ -269,34 +237,6 @@ class KVLayer(CacheLayerMixin):
             earlier = self._real.shape[1]
             real = torch.cat([real[:, :earlier] | self._real, real[:, earlier:]], dim=1)
         self._real = real
-
-    def _open(self, tokens: int) -> None:
-        """Opens slots for new tokens, as many as the budget lets."""
-        slots = min(self.budget, self.store.length + tokens)
-        self.store.reserve(slots)
-        self.store.length = slots
-
-    def _numbers(self, x: torch.Tensor, before: int, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of new tokens, `[rows, 1, tokens]`: their number among the real ones of a row, and their position, -1 for
-        padding."""
-        number = torch.arange(x.shape[2], device=x.device)[None, None]
-        positions = number + before
-        if real is None and self.padding is None:
-            return positions, positions
-        return self._count_padding(real, before, number, positions)
-
-    def _count_padding(self, real, before: int, number: torch.Tensor, positions: torch.Tensor):
-        """Tells padding from tokens: number of each token among the real ones of its row, and -1 as its position."""
-        tokens = number.shape[-1]
-        known = self.padding if self.padding is not None else number.new_zeros(1)
-        rows = max(known.shape[0], 1 if real is None else real.shape[0])
-        flags = torch.ones(rows, tokens, dtype=torch.bool, device=number.device)
-        if real is not None:
-            flags[:, : real.shape[1]] = real
-        number = (before - known)[:, None, None] + flags.long().cumsum(-1)[:, None] - 1
-        self.padding = known + (~flags).sum(-1)
-        self.store.part(rows)
-        return number, torch.where(flags[:, None], positions, -1)
 
     # Lengths
 

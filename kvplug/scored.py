@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvplug.layer import KVLayer
+from kvplug.evicting import EvictingLayer
 from kvplug.policies import Scored
 from kvplug.policies.scored import Arrival
 from kvplug.stores import admit
@@ -18,7 +18,7 @@ from kvplug.view import Watch
 FAR = 1 << 40
 
 
-class ScoredLayer(KVLayer):
+class ScoredLayer(EvictingLayer):
     """A full-attention layer under a `Scored` policy, each head with a budget of its own and all of them the same.
 
     Args:

@@ -17,13 +17,14 @@ ROOT = Path(kvplug.__file__).parent
 # A room imports only from rooms of a lower floor, or from itself.
 FLOORS = [
     {"codecs", "compat"},
-    {"view"},
-    {"stores", "policies", "kernels", "rope", "sharing", "probe", "padding"},
+    {"view", "rope"},
+    {"stores", "policies", "kernels", "sharing", "probe", "padding"},
     {"layer", "attention"},
-    {"memory", "residual", "scored"},
+    {"memory", "residual", "evicting"},
+    {"scored"},
     {"adaptive"},
     {"cache"},
-    {"recipes", "spec", "shapes"},
+    {"recipes", "spec", "shapes", "compress"},
     {"planning"},
     {"plotting"},
     {"cli"},

@@ -129,6 +129,18 @@ class HeadStore(ContiguousStore):
         """The head of each slot, int64 `[batch, slots]`."""
         return self.owners.long().repeat_interleave(self.page, dim=1)
 
+    def by_head(self, side: int, dtype: torch.dtype) -> torch.Tensor:
+        """Keys (0) or values (1) decoded, `[batch, heads, most, dim]`; zero past what a head holds."""
+        decoded = self.view(0, self.length)[side].decode(dtype)
+        there = (self.positions >= 0) & (
+            self.slot_owners[:, None] == torch.arange(self.heads, device=decoded.device)[:, None]
+        )
+        place = torch.argsort((~there).to(torch.uint8), dim=-1, stable=True)[..., : int(there.sum(-1).max())]
+        picked = decoded.expand(-1, self.heads, -1, -1).gather(
+            2, place[..., None].expand(-1, -1, -1, decoded.shape[-1])
+        )
+        return picked.masked_fill(~there.gather(-1, place)[..., None], 0)
+
     def free(self, rank: torch.Tensor) -> torch.Tensor:
         """A slot for one new token of each head: an empty one, else that of the lowest rank, int64 `[batch, heads]`.
 
