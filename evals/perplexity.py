@@ -62,7 +62,9 @@ class Perplexity(Eval):
             return {"scores": itself(against, window, self.steps).lists(), "memory": memory}
         against, _ = self.read_reference(index, window)
         read, memory = self.read(
-            spec, lambda cache: teacher.score(self.loaded.model, window, cache, self.steps, against, tick)
+            spec,
+            lambda cache: teacher.score(self.loaded.model, window, cache, self.steps, against, tick),
+            window[:, : self.steps.prefill],
         )
         return {"scores": read.lists(), "memory": memory}
 
@@ -76,12 +78,12 @@ class Perplexity(Eval):
             self._last = index, against, memory
         return self._last[1:]
 
-    def read(self, spec: str, through: Callable) -> tuple[Any, dict]:
-        """What `through` makes of a fresh cache, and the memory that the cache then holds."""
+    def read(self, spec: str, through: Callable, context: torch.Tensor | None = None) -> tuple[Any, dict]:
+        """What `through` makes of a fresh cache, which may be made of `context`, and the memory that it then holds."""
         model = self.loaded.model
         with specs.routed(spec, model):
             before = held.start_peak(model.device)
-            cache = specs.build(spec, model, capacity=self.steps.length)
+            cache = specs.build(spec, model, capacity=self.steps.length, context=context)
             found = through(cache)
             memory = held.counted(cache, model, self.steps.fed)
             memory["peak_device_bytes"] = held.peak_since(model.device, before)
@@ -107,8 +109,8 @@ class Perplexity(Eval):
         }
 
     def bits_at_16(self, spec: str) -> float | None:
-        """Bits stored for a scalar of K or V as if the model computed in 16 bits; None for transformers' caches."""
-        if specs.is_baseline(spec):
+        """Bits stored for a scalar of K or V as if the model computed in 16 bits; None where there is no plan."""
+        if specs.is_baseline(spec) or specs.reads_context(spec):
             return None
         return plan(self.loaded.model.config, spec, self.steps.fed, dtype=torch.bfloat16).bits_per_element
 
@@ -191,7 +193,7 @@ def prepare(model: str, cache: list[str], device: str, dtype: str, length: int) 
     loaded = models.load(model, device=device, dtype=dtype)
     if loaded.max_positions is not None and length > loaded.max_positions:
         raise InputError(f"--length: got {length:,}, accepted is up to the model's {loaded.max_positions:,} positions")
-    return loaded, specs.check(cache, loaded.model)
+    return loaded, specs.check(cache, loaded.model, contexts=True)
 
 
 def main(

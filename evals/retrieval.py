@@ -225,10 +225,13 @@ class Retrieval(Eval):
         ends = set(ends if isinstance(ends, list) else [ends])
         with specs.routed(spec, model):
             before = held.start_peak(model.device)
-            cache = specs.build(spec, model, capacity=room)
+            # The last token is always fed by itself, so that there is a prediction to go on from.
+            context = torch.tensor([parts[0][:-1]], device=model.device)
+            cache = specs.build(spec, model, capacity=room, context=context)
+            parts = [parts[0][cache.get_seq_length() :], *parts[1:]]
             for part in parts:
                 token = self.next_token(part, cache)
-            memory = held.counted(cache, model, sum(map(len, parts)))
+            memory = held.counted(cache, model, cache.get_seq_length())
             found: list[int] = []
             while token not in ends:
                 found.append(token)
@@ -409,7 +412,7 @@ def main(
     """Passkeys and several needles, asked for after the context went through the cache."""
     text = texts.read(dataset, column=column)
     loaded = models.load(model, device=device, dtype=dtype)
-    cache = specs.check(cache, loaded.model)
+    cache = specs.check(cache, loaded.model, contexts=True)
     tokens = loaded.tokenizer(text.content, add_special_tokens=False, verbose=False).input_ids
     opening = loaded.tokenizer("a").input_ids[:1]
     work = Retrieval(

@@ -1,4 +1,5 @@
-"""From a spec on the command line to a cache: kvplug's own, or one of transformers' as `transformers:NAME`.
+"""From a spec on the command line to a cache: kvplug's own, one of transformers' as `transformers:NAME`, or a context
+that `kvplug.compress` has read, as `kvzip:budget=0.25`, to which `+int4` and its like may be added.
 
 Must never let one side ride on the other: transformers' caches run with kvplug detached from the model, as they would
 in a program that never heard of it.
@@ -7,12 +8,16 @@ in a program that never heard of it.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 
 import kvplug
 from evals.errors import InputError, first_line
+from kvplug.policies.scored import check_budget
+from kvplug.spec import parse
 
 PREFIX = "transformers:"
+COMPRESSED = "kvzip:budget="
 REFERENCE = "transformers:dynamic"
 
 # Each takes the model's config and the number of tokens that the cache must have room for.
@@ -33,17 +38,38 @@ def is_baseline(spec: str) -> bool:
     return spec.startswith(PREFIX)
 
 
-def build(spec: str, model: PreTrainedModel, *, capacity: int) -> Cache:
-    """A fresh, empty cache for `model`.
+def reads_context(spec: str) -> bool:
+    """Whether `spec` stands for a cache that is made of a context, rather than one that starts empty."""
+    return spec.startswith(COMPRESSED)
+
+
+def compressed(spec: str, model: PreTrainedModel, context: torch.Tensor | None) -> Cache | None:
+    """What `kvplug.compress` makes of `context`, ids `[1, tokens]`; nothing without one.
+
+    Raises:
+        ValueError: the spec has a typo.
+    """
+    share, _, rest = spec.removeprefix(COMPRESSED).partition("+")
+    budget = int(share) if share.isdecimal() else float(share)
+    check_budget(budget)
+    codec = parse(rest).codec if rest else None
+    return None if context is None else kvplug.compress(model, context, budget, codec=codec)
+
+
+def build(spec: str, model: PreTrainedModel, *, capacity: int, context: torch.Tensor | None = None) -> Cache:
+    """A fresh cache for `model`, empty but where the spec says that it is made of a context.
 
     Args:
-        spec: `transformers:NAME`, or anything that `kvplug.from_spec` takes.
+        spec: `transformers:NAME`, `kvzip:budget=SHARE`, or anything that `kvplug.from_spec` takes.
         capacity: the tokens that it will hold at most; only caches of a fixed size look at it.
+        context: ids `[1, tokens]` that will be fed first; a cache that is made of a context has seen them.
 
     Raises:
         InputError: the spec has a typo, doesn't fit the model, or needs a package that is missing.
     """
     try:
+        if reads_context(spec):
+            return compressed(spec, model, context)
         if not is_baseline(spec):
             return kvplug.from_spec(spec, model)
         name = spec.removeprefix(PREFIX)
@@ -56,10 +82,16 @@ def build(spec: str, model: PreTrainedModel, *, capacity: int) -> Cache:
         raise InputError(f"--cache: '{spec}' needs a package that is missing: {first_line(error)}") from error
 
 
-def check(specs: list[str], model: PreTrainedModel) -> list[str]:
-    """`specs` without repetitions, each of which can be built, so that a typo ends a run before it starts."""
+def check(specs: list[str], model: PreTrainedModel, *, contexts: bool = False) -> list[str]:
+    """`specs` without repetitions, each of which can be built, so that a typo ends a run before it starts.
+
+    Args:
+        contexts: whether caches that are made of a context are accepted.
+    """
     unique = list(dict.fromkeys(specs))
     for spec in unique:
+        if reads_context(spec) and not contexts:
+            raise InputError(f"--cache: '{spec}' is made of a context; perplexity, tradeoff and retrieval accept it")
         with routed(spec, model):
             build(spec, model, capacity=1)
     return unique

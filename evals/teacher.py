@@ -76,7 +76,9 @@ def predictions(
 
     `log_probs[i]`, in float32, predicts the token at `first + i + 1`. `tick` is told the tokens that each forward fed.
     """
-    forward(model, ids[:, : protocol.prefill], cache, logits_to_keep=1)
+    # A cache that is made of a context may have seen the prompt.
+    if cache.get_seq_length() < protocol.prefill:
+        forward(model, ids[:, cache.get_seq_length() : protocol.prefill], cache, logits_to_keep=1)
     tick(protocol.prefill)
     for first in range(protocol.prefill, protocol.fed, protocol.step):
         chunk = ids[:, first : min(first + protocol.step, protocol.fed)]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from evals import console, figure, models, perplexity, report, runner, speeds, texts, throughput
+from evals import console, figure, models, perplexity, report, runner, specs, speeds, texts, throughput
 from evals.perplexity import Perplexity
 from evals.runner import Eval, Piece
 from evals.teacher import Protocol
@@ -53,8 +53,9 @@ class Tradeoff(Eval):
     def results(self, records: dict[str, dict]) -> list[dict]:
         entries = self.reading.results(records)
         if self.timing:
-            for entry, timed in zip(entries, self.timing.results(records), strict=True):
-                entry["decode"] = timed["decode"][0]
+            timed = {entry["spec"]: entry["decode"][0] for entry in self.timing.results(records)}
+            for entry in entries:
+                entry["decode"] = timed.get(entry["spec"])
         return entries
 
     def tables(self, result: dict) -> list[report.Table]:
@@ -97,7 +98,10 @@ def main(
     loaded, cache = perplexity.prepare(model, cache, device, dtype, length)
     cut = texts.windows(loaded.tokenizer, text, length=length, count=windows)
     about = (loaded, cache, seed, texts.told(text, cut))
-    timing = Throughput(*about, tokens=[decode_tokens], timing=Timing(rounds=5, steps=4)) if decode_tokens else None
+    # What is made of a context can't be filled by hand, so it is not timed.
+    timed = [spec for spec in cache if not specs.reads_context(spec)]
+    clocked = (loaded, timed, seed, texts.told(text, cut))
+    timing = Throughput(*clocked, tokens=[decode_tokens], timing=Timing(rounds=5, steps=4)) if decode_tokens else None
     runner.run(Tradeoff(*about, reading=Perplexity(*about, ids=cut.ids, steps=protocol), timing=timing), out)
 
 

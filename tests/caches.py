@@ -14,6 +14,7 @@ from kvplug.codecs import Codec, PerChannel, PerToken, Rotated
 from kvplug.policies import SinkWindow, Window
 from tests.codec_twins import ROUND_TRIPS
 from tests.oracles import Keep
+from tests.scored_oracles import ScoredKeep
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,30 @@ class Kind:
 
     @property
     def evicts(self):
-        return any(k.window is not None for k in self.keeps)
+        return any(k.evicts for k in self.keeps)
+
+    @property
+    def positional(self):
+        """Which tokens are stored follows from their positions alone."""
+        return all(k.positional for k in self.keeps)
+
+    @property
+    def records(self):
+        """The past can be recorded: always where nothing is dropped, else if no policy counts the attention."""
+        return not self.evicts or (RECORDS and not any(k.reads_attention for k in self.keeps))
 
     @property
     def exact(self):
         """No codec: what is stored is what came in."""
         return all(k.keys is ROUND_TRIPS["dense"] and k.values is ROUND_TRIPS["dense"] for k in self.keeps)
 
-    @property
-    def budgets(self):
-        return [k.sinks + k.window if k.window is not None else None for k in self.keeps]
+    def budgets(self, prompt=1):
+        """Most tokens that a head of each layer stores after a first forward of `prompt` tokens, None for all."""
+        return [k.room(prompt) for k in self.keeps]
+
+    def kept(self, seen, prompt):
+        """Tokens that a head stores of `seen`, a mean over the layers, after a first forward of `prompt`."""
+        return sum(k.count(seen, prompt) for k in self.keeps) / len(self.keeps)
 
     def plain_tokens(self, seen):
         """Tokens that stay in full precision beside the codes, of all layers and of one row without padding."""
@@ -73,6 +88,16 @@ class Kind:
 
 def both(name, make, one):
     return Kind(name, make, (one, one))
+
+
+def scored(method, codec="dense", **settings):
+    """The `ScoredKeep` of a method, of 8 tokens with 2 sinks unless `settings` say otherwise."""
+    trip = {"keys": round_trip(codec, "keys"), "values": round_trip(codec, "values")}
+    return ScoredKeep(**{"budget": 8, "sinks": 2, "method": method} | trip | settings)
+
+
+# Small enough for what a test feeds: 4 queries vote, over 3 neighbours; 16 queries to come are thought of.
+VOTES, AHEAD = {"observe": 4, "kernel": 3}, {"future": 16}
 
 
 KINDS = [
@@ -149,6 +174,33 @@ KINDS = [
         lambda m: kvplug.KVCache(m, codec="int4", policy=[SinkWindow(1, 5), Window(9)]),
         (keep("int4", sinks=1, window=5, compact=True), keep("int4", window=9)),
     ),
+    both("h2o", lambda m: kvplug.H2OCache(m, 8, sinks=2), scored("h2o")),
+    both("snapkv", lambda m: kvplug.SnapKVCache(m, 8, sinks=2, **VOTES), scored("snapkv", **VOTES)),
+    both("tova", lambda m: kvplug.TOVACache(m, 8, sinks=2), scored("tova")),
+    both("keydiff", lambda m: kvplug.KeyDiffCache(m, 8, sinks=2), scored("keydiff")),
+    both("knorm", lambda m: kvplug.KnormCache(m, 8, sinks=2), scored("knorm")),
+    both(
+        "expected_attention",
+        lambda m: kvplug.ExpectedAttentionCache(m, 8, sinks=2, **AHEAD),
+        scored("expected", **AHEAD),
+    ),
+    both(
+        "h2o_adaptive",
+        lambda m: kvplug.H2OCache(m, 8, 2, sinks=2, heads="adaptive"),
+        scored("h2o", recent=2, adaptive=True),
+    ),
+    both(
+        "snapkv_adaptive_int8",
+        lambda m: kvplug.SnapKVCache(m, 8, sinks=2, heads="adaptive", codec="int8", **VOTES),
+        scored("snapkv", "int8", adaptive=True, **VOTES),
+    ),
+    both("h2o_int4", lambda m: kvplug.H2OCache(m, 8, sinks=2, codec="int4"), scored("h2o", "int4")),
+    both("keydiff_share", lambda m: kvplug.KeyDiffCache(m, 0.5, sinks=2), scored("keydiff", budget=0.5)),
+    Kind(
+        "tova_budgets_by_layer",
+        lambda m: kvplug.TOVACache(m, 8, sinks=2, layers=[3, 5]),
+        (scored("tova", budget=6), scored("tova", budget=10)),
+    ),
 ]
 EXACT = [kind for kind in KINDS if kind.exact]
 EVICTING = [kind for kind in KINDS if kind.evicts]
@@ -159,7 +211,9 @@ GROUPED = [kind for kind in KINDS if any(keep.group for keep in kind.keeps)]
 # transformers would go on and speculate on it. The sentence is that of the error it raises there.
 RECORDS = "is_croppable" in inspect.getsource(GenerationMixin._assisted_decoding)
 NO_RECORDING = "recording needs a newer transformers"
-RECORDING = [kind for kind in KINDS if RECORDS or not kind.evicts]
+RECORDING = [kind for kind in KINDS if kind.records]
+# The sentence of the error that the others raise.
+COUNTS_ATTENTION = "counts the attention that tokens draw"
 
 # The same strategies with more room than any test feeds: nothing is dropped, so what comes out is the full cache's.
 ROOMY = [

@@ -47,6 +47,30 @@ class Keep:
     residual: int = 0
     group: int | None = None
 
+    # Whether what is stored follows from positions alone.
+    positional = True
+    reads_attention = False
+
+    @property
+    def evicts(self):
+        return self.window is not None
+
+    def room(self, prompt):
+        """Most tokens that a head stores after a first forward of `prompt` tokens, None for all."""
+        return self.sinks + self.window if self.evicts else None
+
+    def count(self, seen, prompt):
+        """How many tokens a head stores once `seen` were seen, after a first forward of `prompt`."""
+        return len(self.stored(seen))
+
+    def score_bytes(self, tokens):
+        """Bytes of scores in one row that stores `tokens` tokens."""
+        return 0
+
+    def layer(self, inv_freq=None):
+        """One row of a layer that stores so."""
+        return SlowLayer(self, inv_freq)
+
     def stored(self, seen):
         """Indices of the real tokens that are stored once `seen` of them were seen, in order."""
         if self.window is None:
@@ -128,6 +152,10 @@ class SlowLayer:
         if self.keep.group is not None and self.seen:
             self.keys, self.values = map(self.keep.read_back, ("keys", "values"), self.raw)
 
+    def held(self, head):
+        """Which tokens a key-value head stores, in order."""
+        return self.stored
+
     def crop(self, count):
         """The last `count` tokens were never there. Only meaningful while none of them took another's place."""
         if count and self.seen:
@@ -155,7 +183,7 @@ def row_logits(model, ids, chunks, keeps):
     hidden = body.embed_tokens(ids)[None]
     cos, sin = body.rotary_emb(hidden, torch.arange(len(ids))[None])
     for layer, keep in zip(body.layers, per_layer(model, keeps), strict=True):
-        attention, slow = layer.self_attn, SlowLayer(keep, body.rotary_emb.inv_freq)
+        attention, slow = layer.self_attn, keep.layer(body.rotary_emb.inv_freq)
         query, key, value = project(attention, layer.input_layernorm(hidden), cos, sin)
         outputs = []
         for start, end in spans(chunks):
@@ -240,15 +268,8 @@ def compact_logits(model, ids, keep, seen):
     return model(ids[:, kept], attention_mask=torch.ones(1, len(kept)), use_cache=False).logits[0, -1]
 
 
-def greedy(model, logits_of, ids, count):
-    """Greedy tokens `[count]` after `ids` `[tokens]`, where `logits_of(ids, generated)` gives the last logits."""
-    made = []
-    for _ in range(count):
-        row = torch.cat([ids, torch.tensor(made, dtype=ids.dtype)])
-        made.append(int(logits_of(row, len(made)).argmax()))
-    return torch.tensor(made)
-
-
-def greedy_row(model, ids, count, keeps):
-    """Greedy tokens `[count]` after the prompt `ids` `[tokens]`, fed at once and then one token at a time."""
-    return greedy(model, lambda row, made: row_logits(model, row, [len(ids)] + [1] * made, keeps)[-1], ids, count)
+def greedy_row(model, ids, made, keeps):
+    """The greedy token after the prompt `ids` `[tokens]`, fed at once, and after each of `made` `[count]` but the last,
+    fed one at a time: equal to `made` if and only if that is what greedy decoding gives."""
+    row = torch.cat([ids, made[:-1]])
+    return row_logits(model, row, [len(ids)] + [1] * (len(made) - 1), keeps)[len(ids) - 1 :].argmax(-1)

@@ -6,7 +6,7 @@ layers can't turn a code of a later one, and it works under any of `generate`'s 
 
 import torch
 
-from tests.oracles import SlowLayer, per_layer, project
+from tests.oracles import per_layer, project
 
 METHODS = (
     "reorder_cache",
@@ -61,6 +61,10 @@ class Tape:
 
         `mask` `[batch, tokens]` marks padding among the first tokens, all later ones are real.
         """
+        return self.replay(keeps, mask)[0]
+
+    def replay(self, keeps, mask=None):
+        """`worst`, and the slow layers as they are at the end: a list of rows for each layer of the model."""
         keeps = per_layer(self.model, keeps)
         attentions = [layer.self_attn for layer in self.model.model.layers]
         inv_freq = self.model.model.rotary_emb.inv_freq
@@ -72,7 +76,7 @@ class Tape:
                 worst = max(worst, state.forward(layer, query, key, value, answer, attentions[layer].scaling))
             else:
                 getattr(state, event[0])(event[1])
-        return worst
+        return worst, state.rows
 
 
 class Replay:
@@ -91,7 +95,7 @@ class Replay:
         if self.mask is not None and len(self.mask) < batch:  # beams: generate repeats the rows of the prompt first
             self.mask = self.mask.repeat_interleave(batch // len(self.mask), dim=0)
         if not self.rows[layer]:
-            self.rows[layer] = [SlowLayer(self.keeps[layer], self.inv_freq) for _ in range(batch)]
+            self.rows[layer] = [self.keeps[layer].layer(self.inv_freq) for _ in range(batch)]
         assert len(self.rows[layer]) == batch
         start = self.columns[layer]
         self.columns[layer] += new
@@ -103,10 +107,10 @@ class Replay:
                 real[: len(known)] = known
             slow.recording = self.recording
             q, k, v = query[row, :, real], key[row, :, real], value[row, :, real]
+            expected = slow.attend(q, k, v, scale).transpose(0, 1).flatten(1)
             if real.any():
-                expected = slow.attend(q, k, v, scale).transpose(0, 1).reshape(int(real.sum()), -1)
                 worst = max(worst, float((expected - answer[row, real]).abs().max()))
-                slow.store(k, v)
+            slow.store(k, v)
         return worst
 
     def _choose(self, rows):

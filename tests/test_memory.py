@@ -40,7 +40,8 @@ def test_the_report_is_what_is_held(model, kind, chunks):
     for start, end in spans(chunks):
         feed(model, cache, ids[:, start:end], [end - start])
         report = assert_true(cache)
-        assert report.scores == 0
+        scores = [k.score_bytes(k.count(end, chunks[0])) for k in kind.keeps]
+        assert report.scores == 3 * sum(scores)
         assert report.residual == 3 * kind.plain_tokens(end) * 2 * 2 * 16 * 4
         assert report.tokens_seen == end
         # Llama, fp32: 2 layers, keys and values, 2 heads, 16 channels, 4 bytes.
@@ -81,10 +82,13 @@ def test_no_view_pins_the_prompt(model, kind):
     if not kind.exact:
         # Sinks, residual, a group that is not full and what can be undone, on both sides; 2 heads of 16 channels.
         room = [keep.sinks + keep.residual + keep.group + UNDO for keep in kind.keeps if keep.group]
-        assert plain <= sum(room) * 2 * 2 * 16, "full-precision numbers beside the codes"
-    for layer, budget in zip(cache.layers, kind.budgets, strict=True):
+        scores = sum(keep.score_bytes(keep.count(600, 600)) // 4 for keep in kind.keeps)
+        assert plain - scores <= sum(room) * 2 * 2 * 16, "full-precision numbers beside the codes"
+    for layer, keep, budget in zip(cache.layers, kind.keeps, kind.budgets(600), strict=True):
         if budget is not None:
-            limit = 2 * 2 * budget * (16 * 4 + 4) + 8 * budget  # both sides, 2 heads; positions
+            # Both sides, 2 heads; positions, which may be those of each head, and owners of pages.
+            limit = 2 * 2 * budget * (16 * 4 + 4) + (8 if keep.positional else 12) * budget
+            limit += keep.score_bytes(budget)
             assert bytes_held(layer) <= limit
     if not kind.evicts:
         assert report.spare <= 256 / 600 * (report.used - report.residual) + plain * 4

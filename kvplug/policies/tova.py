@@ -14,12 +14,16 @@ from kvplug.policies.scored import Scored
 class NewestQuery(Scored):
     """Keeps the tokens to which the newest query attends most.
 
-    Oren et al., "Transformers are Multi-State RNNs", 2024 (arXiv:2401.06104). The attention is the mean over the query
-    heads that share a key-value head. Nothing is remembered, so no score is stored.
+    Oren et al., "Transformers are Multi-State RNNs", 2024 (arXiv:2401.06104). The attention is the mean over all query
+    heads of the layer, as in the paper, so that all key-value heads keep the same tokens: what few heads look at stays
+    in the others too. Nothing is remembered, so no score is stored.
     """
 
     queries: ClassVar[int | None] = 1
     lasting: ClassVar[bool] = False
+
+    def reduce(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights.sum(3).mean((1, 2))[:, None].expand(-1, weights.shape[1], -1)
 
     def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int) -> torch.Tensor:
         return mass

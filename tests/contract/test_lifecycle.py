@@ -21,7 +21,7 @@ def test_both_names_of_the_argument(model, kind, name):
     """`NAMES` holds `cache` only where this transformers knows it; the older name works everywhere."""
     ids = models.tokens(1, 12)
     made = model.generate(ids, **{name: kind.make(model)}, max_new_tokens=8, do_sample=False)
-    assert made[0, 12:].equal(greedy_row(model, ids[0], 8, kind.keeps))
+    assert made[0, 12:].equal(greedy_row(model, ids[0], made[0, 12:], kind.keeps))
     cache = kind.make(model)
     with torch.no_grad():
         output = model(ids, **{name: cache})
@@ -101,23 +101,24 @@ def test_a_copy_goes_its_own_way(model, kind, copier):
 
 @pytest.mark.parametrize("kind", **named(KINDS))
 def test_iterating_gives_keys_and_values_of_each_layer(model, kind):
-    """As DynamicCache does: `(keys, values, sliding window or None)`, here of what is kept."""
-    ids, full = torch.randperm(96)[None, :14] + 1, DynamicCache()  # no token twice, so every value is its own
-    feed(models.tiny_llama(), full, ids, [14])
+    """As DynamicCache does: `(keys, values, sliding window or None)`, here of what each head keeps; where heads keep
+    different numbers of tokens, zeros behind those of the ones with fewer."""
+    ids = torch.randperm(96)[None, :14] + 1  # no token twice, so every value is its own
     cache = kind.make(model)
-    feed(model, cache, ids, [14])
-    layers = list(cache)
+    with Tape(model, cache) as tape:
+        feed(model, cache, ids, [14])
+    slow, layers = tape.replay(kind.keeps)[1], list(cache)
     assert len(layers) == 2
-    for (keys, values, window), keep, (all_keys, all_values, _) in zip(layers, kind.keeps, full, strict=True):
-        kept = keep.stored(14)
+    for (keys, values, window), (row,) in zip(layers, slow, strict=True):
         assert window is None
-        assert keys.shape == (1, 2, len(kept), 16)
-        # Slots need not be in order of time, and the second layer's inputs differ by rounding.
-        expected = keep.read_back("keys", all_keys[0])[:, kept], keep.read_back("values", all_values[0])[:, kept]
-        for ours, theirs in zip((keys[0], values[0]), expected, strict=True):
-            distance = (ours[:, :, None] - theirs[:, None]).abs().amax(-1)
-            matches = distance < 1e-4
-            assert matches.sum(1).eq(1).all() and matches.sum(2).eq(1).all()
+        counts = [len(row.held(head)) for head in range(2)]
+        assert keys.shape == values.shape == (1, 2, max(counts), 16)
+        for head, count in enumerate(counts):
+            for ours, theirs in ((keys[0, head], row.keys[head]), (values[0, head], row.values[head])):
+                # Slots need not be in order of time, and rounding differs.
+                matches = (ours[:count, None] - theirs[row.held(head)]).abs().amax(-1) < 1e-4
+                assert matches.sum(0).eq(1).all() and matches.sum(1).eq(1).all()
+                assert not ours[count:].any()
 
 
 @pytest.mark.parametrize("kind", **named(KINDS))
