@@ -72,7 +72,7 @@ class AdaptiveLayer(ScoredLayer):
             super()._see(weights)
         else:
             mass = [self.policy.reduce(x).flatten(1)[:, None] for x in (weights, new)]
-            self._add(torch.cat(mass, dim=-1), new.shape[3])
+            self._add(torch.cat(mass, dim=-1))
 
     def _joined(self, new: torch.Tensor) -> torch.Tensor:
         return super()._joined(new.flatten(1)[:, None] if self.shared else new)
@@ -88,7 +88,8 @@ class AdaptiveLayer(ScoredLayer):
             at = torch.cat([held, positions.expand(batch, held.shape[1], -1)], dim=-1).expand(batch, heads, -1)
             first, last = self._protected(at[:, 0])
             rank = self.policy.rank(self.policy.compared(scores, at), at, at < first, at >= last)
-            self._share_out(keys, values, torch.where(at >= 0, rank, -1), {"positions": at, "scores": scores})
+            told = {"positions": at, "scores": scores}
+            self._share_out(keys, values, torch.where(at >= 0, rank, -1), told, positions)
 
     def _choose_shared(self, keys, values, scores: torch.Tensor, new: torch.Tensor) -> None:
         """As `_choose`, where all candidates are in one row: those in the slots, then each head's new ones."""
@@ -117,21 +118,28 @@ class AdaptiveLayer(ScoredLayer):
         told = {"positions": by_head(at), "scores": by_head(scores)}
         rank = by_head(rank)
         rank[..., :held].masked_fill_(mine != names[:, None], -1)
-        self._share_out(keys, values, rank, told)
+        self._share_out(keys, values, rank, told, new)
 
-    def _share_out(self, keys, values, rank: torch.Tensor, told: dict[str, torch.Tensor]) -> None:
+    def _share_out(self, keys, values, rank: torch.Tensor, told: dict[str, torch.Tensor], new: torch.Tensor) -> None:
         """Shares the slots out: in rows that have had more tokens than the budget, the highest ranks of all heads stay.
 
         Args:
             rank: int64 `[batch, heads, candidates]`, -1 for none.
             told: what the store's tables say of the candidates.
+            new: positions of the new tokens, `[rows, 1, tokens]`. Of a row that gets at most one the heads keep as many
+                slots as they have.
         """
         heads, budget = rank.shape[1], self.budget
         budgets = torch.full_like(rank[:, 0, 0], budget) if self._budgets is None else self._budgets
         seen = self.seen if self.padding is None else self.seen - self.padding
         even = (budgets >= seen)[:, None]
-        kept = best_of_all(rank, budgets, LEAST) | (even[..., None] & (rank >= 0))
+        kept = torch.where(even[..., None], rank >= 0, best_of_all(rank, budgets, LEAST))
         slots = torch.where(even, budgets[:, None], kept.sum(-1))
+        if self.padding is not None:
+            single = (new >= 0).sum(-1) <= 1
+            own = self.store.quotas() if self.shared else budgets[:, None].expand_as(slots)
+            within = (rank.argsort(dim=-1, descending=True).argsort(dim=-1) < own[..., None]) & (rank >= 0)
+            kept, slots = torch.where(single[..., None], within, kept), torch.where(single, own, slots)
         page = page_of(budget)
         shares = Shares.of(rank, kept, slots, page, heads * (budget + page - 1) // page)
         self.store = HeadStore.of(self.store, keys, values, {name: told[name] for name in self.store.told}, shares)

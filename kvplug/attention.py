@@ -88,8 +88,14 @@ def attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         if view is not None and view.watch is not None:
-            causal, more = _causal(module, kwargs), _more(query, scaling, kwargs)
-            kernels.blocks.observe(query, view, lambda part: view.align(attention_mask, causal, part), **more)
+            causal, counted = _causal(module, kwargs), view.counted(attention_mask, view.seen)
+            kernels.blocks.observe(
+                query,
+                view,
+                lambda part: view.align(attention_mask, causal, part),
+                counted,
+                **_more(query, scaling, kwargs),
+            )
     if view is not None:
         view.done(query, attention_mask)
     return out

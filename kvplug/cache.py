@@ -21,7 +21,7 @@ from kvplug.memory import MemoryReport, measure
 from kvplug.policies import Policy, Scored
 from kvplug.policies.positional import check_count
 from kvplug.residual import ResidualLayer
-from kvplug.rope import Rope, rope_of_layers
+from kvplug.rope import HINT, Rope, rope_of_layers
 from kvplug.scored import ScoredLayer
 from kvplug.stores.contiguous import OUTLIER
 from kvplug.stores.residual import defaults
@@ -323,4 +323,9 @@ def _make_layer(keys: Codec, values: Codec, policy, rope, residual: int | None, 
 def _ropes(config: PreTrainedConfig, full: list[int], policies: list[Policy | None]) -> list[Rope | None]:
     if not any(getattr(policy, "compact", False) or getattr(policy, "needs_rope", False) for policy in policies):
         return [None] * len(full)
-    return rope_of_layers(config, full)
+    try:
+        return rope_of_layers(config, full)
+    except ValueError as error:
+        if any(getattr(policy, "compact", False) for policy in policies):
+            raise
+        raise ValueError(str(error).replace(HINT, "use another policy than expected attention")) from None

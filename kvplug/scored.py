@@ -41,9 +41,8 @@ class ScoredLayer(EvictingLayer):
         self._sinks_end: torch.Tensor | None = None
         # What the policy remembers beside the scores, a row of the batch in each row.
         self.memo: dict[str, torch.Tensor] = {}
-        # What was seen of this forward's attention, `[batch, kv_heads, slots]`, and from how many queries.
+        # What was seen of this forward's attention, `[batch, kv_heads, slots]`.
         self._mass: torch.Tensor | None = None
-        self._queries = 0
         # The queries of this forward.
         self._query: torch.Tensor | None = None
 
@@ -57,9 +56,9 @@ class ScoredLayer(EvictingLayer):
     # In a forward
 
     def _watch(self) -> Watch | None:
-        if not self.policy.needs_queries:
+        self._mass = None
+        if self.policy.watched == 0:
             return None
-        self._mass, self._queries = None, 0
         return Watch(self.policy.watched, self._see)
 
     def _done(self, query: torch.Tensor | None, mask: torch.Tensor | None) -> None:
@@ -68,11 +67,12 @@ class ScoredLayer(EvictingLayer):
         self._query = None
 
     def _see(self, weights: torch.Tensor) -> None:
-        self._add(self.policy.reduce(weights), weights.shape[3])
+        self._add(self.policy.reduce(weights))
 
-    def _add(self, mass: torch.Tensor, queries: int) -> None:
-        self._mass = mass if self._mass is None else self._mass + mass
-        self._queries += queries
+    def _add(self, mass: torch.Tensor) -> None:
+        # Layers that read the cache of this one attend to it when it has settled: they are not asked.
+        if self.fresh is not None:
+            self._mass = mass if self._mass is None else self._mass + mass
 
     def _place(self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None) -> None:
         tokens = keys.shape[2]
@@ -88,7 +88,7 @@ class ScoredLayer(EvictingLayer):
                 self.store.scores.copy_(scores)
             return
         if self.padding is not None:
-            self._note_sinks(number, positions)
+            self._note_sinks(number, positions, before)
         self._choose(keys, values, scores, number, positions)
 
     def _take_share(self, tokens: int, real: torch.Tensor | None) -> None:
@@ -107,7 +107,11 @@ class ScoredLayer(EvictingLayer):
         """Scores of the tokens that are held and of the new ones, `[batch, kv_heads, slots + tokens]`."""
         scores = self._joined(self.policy.arrival(new))
         if self._mass is not None:
-            scores = self.policy.renew(scores, self._mass, self._queries)
+            most = self.policy.watched
+            queries = new.keys.shape[2] if new.real is None else new.real.sum(-1)[:, None, None]
+            if most is not None:
+                queries = min(queries, most) if new.real is None else queries.clamp(max=most)
+            scores = self.policy.renew(scores, self._mass, queries)
             self._mass = None
         return scores
 
@@ -142,11 +146,13 @@ class ScoredLayer(EvictingLayer):
             self.store.scores[..., :length] = scores[..., :length]
         self.store.put(keys, values, admission, scores[..., length:] if self.policy.lasting else None)
 
-    def _note_sinks(self, number: torch.Tensor, positions: torch.Tensor) -> None:
+    def _note_sinks(self, number: torch.Tensor, positions: torch.Tensor, before: int) -> None:
         """Remembers for each row the position past its first `sinks` real tokens, from those that are new."""
         sinks = self._protected_counts()[0]
         if self._sinks_end is None:
-            self._sinks_end = positions.new_full((self.batch, 1, 1), FAR)
+            # All tokens up to now were real.
+            start = torch.as_tensor(sinks, device=positions.device)
+            self._sinks_end = torch.where(start < before, start, FAR).expand(self.batch, 1, 1).clone()
         beyond = torch.where((positions >= 0) & (number >= sinks), positions, FAR).amin(-1, keepdim=True)
         self._sinks_end = torch.minimum(self._sinks_end, beyond)
 
@@ -185,9 +191,9 @@ class ScoredLayer(EvictingLayer):
         """
         if self.policy.needs_queries:
             raise ValueError(
-                f"{self.policy} counts the attention that tokens draw, and that of tokens which are cropped can't be "
-                "taken back: its cache can't record the past. A policy that does not look at attention, or a cache "
-                "that keeps all tokens, is accepted for assisted decoding"
+                f"{self.policy} goes by what queries ask for, and what those of cropped tokens asked for can't be taken "
+                "back: its cache can't record the past. A policy that does not look at queries, or a cache that keeps "
+                "all tokens, is accepted for assisted decoding"
             )
         super().activate_past_recording()
 

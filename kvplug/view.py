@@ -54,16 +54,16 @@ class Watch:
     """Who wants to see the attention of a forward.
 
     `take` is given the weights of some queries after the other, fp32 `[batch, kv_heads, group, queries, slots]` with
-    zeros in the rows of padding; where heads share slots it gets two, the first `[batch, pages, group, queries, page]`.
-    `queries` is how many of the last ones it wants, None for all.
+    zeros for those that don't count; where heads share slots it gets two, the first `[batch, pages, group, queries,
+    page]`. What counts are the last `queries` ones of each row that are not padding, None for all.
     """
 
     queries: int | None
     take: Callable[..., None]
 
-    def first(self, queries: int) -> int:
-        """The first query that it wants of a forward of `queries`."""
-        return 0 if self.queries is None else max(queries - self.queries, 0)
+    def first(self, queries: int, counted: torch.Tensor | None) -> int:
+        """The first query of a forward of `queries` that may count."""
+        return 0 if self.queries is None or counted is not None else max(queries - self.queries, 0)
 
 
 @dataclass
@@ -162,6 +162,23 @@ class KVView:
     def _decode(self, side: str) -> torch.Tensor:
         parts = [getattr(segment, side).decode(self.dtype) for segment in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def counted(self, mask: torch.Tensor | None, end: int) -> torch.Tensor | None:
+        """Which queries count for the watch, bool `[rows, queries]`; None where there is no mask: then the last ones.
+
+        Args:
+            mask: of 2 or 4 dimensions, whose columns for the tokens of this forward end before column `end`. A query
+                that does not see itself is padding.
+        """
+        if mask is None:
+            return None
+        own = mask[..., end - self.queries : end]
+        if mask.ndim == 4:
+            own = own[:, 0, 0] if own.shape[2] == 1 else own[:, 0].diagonal(dim1=1, dim2=2)
+        real = own > torch.finfo(own.dtype).min / 2 if mask.ndim == 4 and own.is_floating_point() else own.bool()
+        if self.watch.queries is None:
+            return real
+        return real & (real.flip(-1).cumsum(-1).flip(-1) <= self.watch.queries)
 
     def align(self, mask: torch.Tensor | None, causal: bool = True, part: slice = slice(None)) -> torch.Tensor | None:
         """The logical mask with its columns gathered at the positions of the slots.

@@ -31,5 +31,5 @@ def attend(
     if special or (rows <= FEW_ROWS and not view.plain):
         return blocks.attend(query, view, mask, scale, softcap, sinks)
     if view.watch is not None:
-        blocks.observe(query, view, lambda part: part_of(mask, part), scale)
+        blocks.observe(query, view, lambda part: part_of(mask, part), view.counted(mask, view.tokens), scale)
     return dense.attend(query, view, mask, scale)

@@ -31,7 +31,8 @@ def attend(
     batch, heads, queries, _ = query.shape
     weights = _weights(query, view, mask, scale, softcap, sinks)
     if view.watch is not None:
-        view.watch.take(_told(weights, view, mask, slice(0, queries))[..., view.watch.first(queries) :, :])
+        counted = view.counted(mask, view.tokens)
+        view.watch.take(told(weights, counted, view.watch.first(queries, counted), slice(0, queries)))
     count = weights.shape[2]
     if count % 4 == 3:
         weights = torch.nn.functional.pad(weights, (0, 0, 0, 1))
@@ -46,6 +47,7 @@ def observe(
     query: torch.Tensor,
     view: KVView,
     align: Callable[[slice], torch.Tensor | None],
+    counted: torch.Tensor | None,
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -53,15 +55,16 @@ def observe(
     """Shows the view's watch the weights of the queries that it wants, in blocks: memory is linear in the slots.
 
     Args:
-        align: gives the aligned mask of a part of the queries; the others are as for `attend`.
+        align: gives the aligned mask of a part of the queries.
+        counted: as `KVView.counted` tells; the others are as for `attend`.
     """
     batch, heads, queries, _ = query.shape
     step = max(BLOCK_ELEMENTS // (batch * heads * view.tokens), 1)
-    for start in range(view.watch.first(queries), queries, step):
+    first = view.watch.first(queries, counted)
+    for start in range(first, queries, step):
         part = slice(start, min(start + step, queries))
-        mask = align(part)
-        weights = _weights(query[:, :, part], view, mask, scale, softcap, sinks)
-        view.watch.take(_told(weights, view, mask, part))
+        weights = _weights(query[:, :, part], view, align(part), scale, softcap, sinks)
+        view.watch.take(told(weights, counted, first, part))
 
 
 def _weights(query, view: KVView, mask, scale: float, softcap, sinks) -> torch.Tensor:
@@ -83,21 +86,16 @@ def _weights(query, view: KVView, mask, scale: float, softcap, sinks) -> torch.T
     return _softmax(scores, sinks, kv_heads, group, queries)
 
 
-def _told(weights: torch.Tensor, view: KVView, mask: torch.Tensor | None, part: slice) -> torch.Tensor:
-    """Weights `[batch, kv_heads, rows, slots]` of the queries `part` of a forward as a watch is given them: by query,
-    without those of padding, which are queries that don't see themselves."""
-    weights = weights.unflatten(2, (-1, part.stop - part.start))
-    if mask is None:
-        return weights
-    return weights * real_queries(mask, view.tokens - view.queries + part.start)[:, None, None, :, None]
-
-
-def real_queries(mask: torch.Tensor, own: int) -> torch.Tensor:
-    """Which queries see themselves, bool `[rows, queries]`, from a mask `[rows, heads or 1, queries or 1, slots]` where
-    the first one's token is in slot `own`."""
-    queries = mask.shape[2]
-    seen = mask[:, 0, :, own : own + queries].diagonal(dim1=1, dim2=2) if queries > 1 else mask[:, 0, 0, own:]
-    return seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
+def told(weights: torch.Tensor, counted: torch.Tensor | None, first: int, part: slice) -> torch.Tensor | None:
+    """Weights `[batch, n, rows, slots]` of the queries `part` of a forward as a watch is given them: by query, zero for
+    those that don't count (`KVView.counted`), without those before `first`. None where none of them counts."""
+    queries = part.stop - part.start
+    if first >= part.stop:
+        return None
+    weights = weights.unflatten(2, (-1, queries))
+    if counted is not None:
+        weights = weights * counted[:, None, None, part, None]
+    return weights[..., max(first - part.start, 0) :, :]
 
 
 def by_group(mask: torch.Tensor, kv_heads: int, group: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvplug.codecs import Encoded
-from kvplug.kernels.blocks import BLOCK_ELEMENTS, by_group, masked, products, real_queries, weighted
+from kvplug.kernels.blocks import BLOCK_ELEMENTS, by_group, masked, products, told, weighted
 from kvplug.view import KVView, part_of
 
 # Scores of a block of queries, 32 MiB in fp32.
@@ -30,14 +30,18 @@ def attend(
     kv_heads = view.kv_heads
     each = batch * heads // kv_heads * (view.segments[0].tokens + kv_heads * sum(s.tokens for s in view.segments[1:]))
     step = max(SCORES // each, 1)
+    counted = None if view.watch is None else view.counted(mask, view.tokens)
+    first = queries if view.watch is None else view.watch.first(queries, counted)
     out = []
     for start in range(0, queries, step):
         part = slice(start, min(start + step, queries))
-        out.append(_attend(query[:, :, part], view, part_of(mask, part), scale, softcap, sinks, part))
+        shown = (counted, first, part)
+        out.append(_attend(query[:, :, part], view, part_of(mask, part), scale, softcap, sinks, shown))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
 
-def _attend(query, view: KVView, mask, scale: float, softcap, sinks, part: slice) -> torch.Tensor:
+def _attend(query, view: KVView, mask, scale: float, softcap, sinks, shown: tuple) -> torch.Tensor:
+    counted, first, part = shown
     batch, heads, queries, _ = query.shape
     shared, rest = view.segments[0], view.segments[1:]
     kv_heads = view.kv_heads
@@ -73,8 +77,8 @@ def _attend(query, view: KVView, mask, scale: float, softcap, sinks, part: slice
     weights[0] /= total.gather(1, where)[..., None]
     for x in weights[1:]:
         x /= total[..., None]
-    if view.watch is not None:
-        _show(view, weights, masks[-1], part)
+    if view.watch is not None and first < part.stop:
+        view.watch.take(*(told(x, counted, first, part) for x in weights))
 
     out = weighted(weights[0].flatten(0, 1)[:, None], values)[:, 0].unflatten(0, (batch, pages))
     rest_out = sum(weighted(x, s.values) for x, s in zip(weights[1:], rest, strict=True))
@@ -105,16 +109,3 @@ def _mask_by_page(mask: torch.Tensor, owners: torch.Tensor, kv_heads: int, group
     mask = mask.unflatten(1, (kv_heads, group)).permute(0, 4, 1, 2, 3, 5)
     index = owners[:, :, None, None, None, None].expand(-1, -1, 1, group, queries, mask.shape[-1])
     return mask.gather(2, index)[:, :, 0]
-
-
-def _show(view: KVView, weights: list[torch.Tensor], mask: torch.Tensor | None, part: slice) -> None:
-    """Shows the watch the weights of those of the queries `part` that it wants."""
-    queries = part.stop - part.start
-    first = max(view.watch.first(view.queries) - part.start, 0)
-    if first >= queries:
-        return
-    shown = [x.unflatten(2, (-1, queries)) for x in weights]
-    if mask is not None:
-        real = real_queries(mask, view.segments[-1].tokens - view.queries + part.start)
-        shown = [x * real[:, None, None, :, None] for x in shown]
-    view.watch.take(*(x[..., first:, :] for x in shown))

@@ -13,6 +13,8 @@ from kvplug.policies.scored import Arrival, Scored
 
 # Queries of a forward from which on their mean and covariance are taken anew.
 MANY = 64
+# Stands for a row of which no queries were seen.
+UNKNOWN = math.inf
 
 
 @dataclass(frozen=True)
@@ -34,40 +36,49 @@ class ExpectedAttention(Scored):
         super().__post_init__()
         check_count("future", self.future, 1)
 
+    @property
+    def needs_queries(self) -> bool:
+        return True
+
     def arrival(self, new: Arrival) -> torch.Tensor:
         keys = new.keys.float()
         batch, kv_heads, tokens, dim = keys.shape
-        known = "mean" in new.memo
-        if not known:
+        if "mean" not in new.memo:
             new.memo.update({name: keys.new_zeros(batch, kv_heads, 1, dim) for name in ("mean", "variance")})
-            new.memo["total"] = keys.new_zeros(batch, kv_heads, 1)
-        if new.query is not None and new.query.shape[2] == tokens and (tokens >= MANY or not known):
-            logits = self._expected(new, keys)
+            new.memo["total"] = keys.new_full((batch, kv_heads, 1), UNKNOWN)
+            many = True
         else:
-            memo = new.memo
-            logits = (keys * memo["mean"]).sum(-1) / math.sqrt(dim) + (keys.square() * memo["variance"]).sum(
-                -1
-            ) / dim / 2
-            logits = (logits - memo["total"]).exp()
-        return logits * new.values.float().norm(dim=-1)
+            many = tokens >= MANY or new.real is not None
+        old = self._remembered(new.memo, keys)
+        if many and new.query is not None and new.query.shape[2] == tokens:
+            old = self._anew(new, keys, old)
+        return old * new.values.float().norm(dim=-1)
 
-    def _expected(self, new: Arrival, keys: torch.Tensor) -> torch.Tensor:
-        """Expected attention to each key, the mean over a group; remembers what later tokens are scored with."""
-        batch, kv_heads, _, dim = keys.shape
+    def _remembered(self, memo: dict[str, torch.Tensor], keys: torch.Tensor) -> torch.Tensor:
+        """Attention that is expected from what was seen of earlier queries; 1 where that is nothing."""
+        dim = keys.shape[-1]
+        logits = (keys * memo["mean"]).sum(-1) / math.sqrt(dim) + (keys.square() * memo["variance"]).sum(-1) / dim / 2
+        return torch.where(memo["total"] == UNKNOWN, 1, (logits - memo["total"]).exp())
+
+    def _anew(self, new: Arrival, keys: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """The same from this forward's queries, for rows with many of them or without any before; remembers them."""
+        batch, kv_heads, tokens, dim = keys.shape
         query = new.query.float()
         number = new.number.expand(batch, 1, -1)[:, 0]
+        real = torch.ones_like(number, dtype=torch.bool) if new.real is None else new.real
+        counted = real & (number >= self.sinks)
+        count = real.sum(-1)[:, None, None]
+        due = (count >= MANY) | ((new.memo["total"] == UNKNOWN) & (count > 0))
         if new.rope is not None:
             query = new.rope.rotate(query, -number)
-        counted = (number >= self.sinks) & (number >= 0)
-        if new.real is not None:
-            counted = counted & new.real
         share = counted.float() / counted.sum(-1, keepdim=True).clamp(min=1)
         mean = torch.einsum("bt,bhtd->bhd", share, query)
         centred = query - mean[:, :, None]
         covariance = torch.einsum("bt,bhti,bhtj->bhij", share, centred, centred)
         if new.rope is not None:
             # What a query turned by the mean of the rotations to come is, for its mean and on both sides of the rest.
-            turn = new.rope.mean_rotation(number[:, -1] + 1, self.future, dim)[:, None]
+            last = torch.where(real, number, -1).amax(-1)
+            turn = new.rope.mean_rotation(last + 1, self.future, dim)[:, None]
             mean = (turn @ mean[..., None])[..., 0]
             covariance = turn @ covariance @ turn.transpose(-1, -2)
         mean, covariance = (x.unflatten(1, (kv_heads, -1)) for x in (mean, covariance))
@@ -76,9 +87,11 @@ class ExpectedAttention(Scored):
         logits = logits + (spread * keys[:, :, None]).sum(-1) / dim / 2
         # Sinks would draw nearly all of it, and stay whatever they score.
         logits = logits.masked_fill(~counted[:, None, None], torch.finfo(logits.dtype).min)
-        new.memo["mean"] = mean.mean(2, keepdim=True)
-        variance = covariance.diagonal(dim1=-2, dim2=-1) + (mean - new.memo["mean"]).square()
-        new.memo["variance"] = variance.mean(2, keepdim=True)
-        total = logits.logsumexp(-1).mean(2)[..., None]
-        new.memo["total"] = torch.where(counted.any(-1)[:, None, None], total, 0)
-        return logits.softmax(-1).mean(2) * counted[:, None]
+        centre = mean.mean(2, keepdim=True)
+        variance = (covariance.diagonal(dim1=-2, dim2=-1) + (mean - centre).square()).mean(2, keepdim=True)
+        total = torch.where(counted.any(-1)[:, None, None], logits.logsumexp(-1).mean(2)[..., None], 0)
+        told = {"mean": centre, "variance": variance, "total": total}
+        new.memo.update(
+            {name: torch.where(due.view(-1, *[1] * (x.ndim - 1)), x, new.memo[name]) for name, x in told.items()}
+        )
+        return torch.where(due, logits.softmax(-1).mean(2) * counted[:, None], old)

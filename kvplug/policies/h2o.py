@@ -24,5 +24,5 @@ class HeavyHitters(Scored):
     def default_recent(self, budget: int) -> int:
         return budget // 2
 
-    def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int) -> torch.Tensor:
+    def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int | torch.Tensor) -> torch.Tensor:
         return scores + mass

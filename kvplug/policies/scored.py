@@ -180,8 +180,8 @@ class Scored(Policy):
 
     def protected(self, budget: int) -> tuple[int, int]:
         """First and last tokens that stay whatever they score, of a budget of `budget` tokens."""
-        recent = min(self.default_recent(budget) if self.recent is None else self.recent, budget)
-        return min(self.sinks, budget - recent), max(recent, 1)
+        recent = max(min(self.default_recent(budget) if self.recent is None else self.recent, budget), 1)
+        return min(self.sinks, budget - recent), recent
 
     def default_recent(self, budget: int) -> int:
         """Last tokens that stay where the user has not said."""
@@ -204,13 +204,13 @@ class Scored(Policy):
         """
         return weights.sum(3).mean(2)
 
-    def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int) -> torch.Tensor:
+    def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int | torch.Tensor) -> torch.Tensor:
         """Scores of all tokens, held and new ones, after a forward.
 
         Args:
             scores: what they were.
             mass: what `reduce` gave over the watched queries.
-            queries: how many those were.
+            queries: how many those were, a number or one for each row, `[batch, 1, 1]`.
         """
         return scores
 

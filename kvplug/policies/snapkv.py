@@ -38,7 +38,7 @@ class Votes(Scored):
     def default_recent(self, budget: int) -> int:
         return min(self.observe, budget // 2)
 
-    def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int) -> torch.Tensor:
+    def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int | torch.Tensor) -> torch.Tensor:
         return scores * (1 - queries / self.observe) + mass / self.observe
 
     def compared(self, scores: torch.Tensor, positions: torch.Tensor, owners: torch.Tensor | None = None):

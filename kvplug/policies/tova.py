@@ -25,5 +25,5 @@ class NewestQuery(Scored):
     def reduce(self, weights: torch.Tensor) -> torch.Tensor:
         return weights.sum(3).mean((1, 2))[:, None].expand(-1, weights.shape[1], -1)
 
-    def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int) -> torch.Tensor:
+    def renew(self, scores: torch.Tensor, mass: torch.Tensor, queries: int | torch.Tensor) -> torch.Tensor:
         return mass

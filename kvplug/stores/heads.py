@@ -129,6 +129,11 @@ class HeadStore(ContiguousStore):
         """The head of each slot, int64 `[batch, slots]`."""
         return self.owners.long().repeat_interleave(self.page, dim=1)
 
+    def quotas(self) -> torch.Tensor:
+        """How many slots each head has, int64 `[batch, heads]`."""
+        mine = self.slot_owners[:, None] == torch.arange(self.heads, device=self.owners.device)[:, None]
+        return (mine & (self.positions != NOBODY)).sum(-1)
+
     def by_head(self, side: int, dtype: torch.dtype) -> torch.Tensor:
         """Keys (0) or values (1) decoded, `[batch, heads, most, dim]`; zero past what a head holds."""
         decoded = self.view(0, self.length)[side].decode(dtype)
@@ -174,7 +179,7 @@ class HeadStore(ContiguousStore):
 
     @ordinary_tensors
     def _rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super()._rows(change)
+        self.tables = {name: change(table) for name, table in self.tables.items()}
         self.owners = change(self.owners)
 
     def to(self, device: torch.device | str) -> None:
