@@ -191,9 +191,9 @@ class ScoredLayer(EvictingLayer):
         """
         if self.policy.needs_queries:
             raise ValueError(
-                f"{self.policy} goes by what queries ask for, and what those of cropped tokens asked for can't be taken "
-                "back: its cache can't record the past. A policy that does not look at queries, or a cache that keeps "
-                "all tokens, is accepted for assisted decoding"
+                f"{self.policy} goes by what queries ask for, and what those of cropped tokens asked for can't be "
+                "taken back: its cache can't record the past. A policy that does not look at queries, or a cache that "
+                "keeps all tokens, is accepted for assisted decoding"
             )
         super().activate_past_recording()
 

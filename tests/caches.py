@@ -213,7 +213,7 @@ RECORDS = "is_croppable" in inspect.getsource(GenerationMixin._assisted_decoding
 NO_RECORDING = "recording needs a newer transformers"
 RECORDING = [kind for kind in KINDS if kind.records]
 # The sentence of the error that the others raise.
-COUNTS_ATTENTION = "counts the attention that tokens draw"
+COUNTS_ATTENTION = "goes by what queries ask for"
 
 # The same strategies with more room than any test feeds: nothing is dropped, so what comes out is the full cache's.
 ROOMY = [

@@ -62,7 +62,7 @@ class ExpectedAttention(Scored):
 
     def _anew(self, new: Arrival, keys: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         """The same from this forward's queries, for rows with many of them or without any before; remembers them."""
-        batch, kv_heads, tokens, dim = keys.shape
+        batch, kv_heads, _, dim = keys.shape
         query = new.query.float()
         number = new.number.expand(batch, 1, -1)[:, 0]
         real = torch.ones_like(number, dtype=torch.bool) if new.real is None else new.real
@@ -91,7 +91,6 @@ class ExpectedAttention(Scored):
         variance = (covariance.diagonal(dim1=-2, dim2=-1) + (mean - centre).square()).mean(2, keepdim=True)
         total = torch.where(counted.any(-1)[:, None, None], logits.logsumexp(-1).mean(2)[..., None], 0)
         told = {"mean": centre, "variance": variance, "total": total}
-        new.memo.update(
-            {name: torch.where(due.view(-1, *[1] * (x.ndim - 1)), x, new.memo[name]) for name, x in told.items()}
-        )
+        for name, x in told.items():
+            new.memo[name] = torch.where(due if x.ndim == 3 else due[..., None], x, new.memo[name])
         return torch.where(due, logits.softmax(-1).mean(2) * counted[:, None], old)

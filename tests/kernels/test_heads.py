@@ -83,7 +83,23 @@ def real(query, view, mask):
     aligned = view.align(mask)
     if aligned is None:
         return torch.ones(BATCH, view.queries, dtype=torch.bool)
-    return blocks.real_queries(aligned, view.tokens - view.queries).expand(BATCH, view.queries)
+    own = aligned[:, 0].expand(-1, view.queries, -1)[..., -view.queries :].diagonal(dim1=1, dim2=2)
+    return (own if own.dtype == torch.bool else own > -1e30).expand(BATCH, view.queries)
+
+
+def wanted_weights(weights, query, view, mask, wanted):
+    """The weights `[batch, heads, queries, slots]` that a watch is to be shown: without a mask those of the last
+    queries, else all, zero but for the last ones of each row that are real."""
+    if view.align(mask) is None:
+        weights = weights[:, :, -min(wanted or view.queries, view.queries) :]
+    else:
+        counted = real(query, view, mask)
+        if wanted is not None:
+            counted = counted.clone()
+        for row in counted:
+            row[row.nonzero()[:, 0][:-wanted]] = False
+        weights = weights * counted[:, None, :, None]
+    return weights.unflatten(1, (KV_HEADS, GROUP))
 
 
 @over
@@ -112,8 +128,7 @@ def test_a_watch_is_shown_the_weights_of_pages_and_of_new_tokens(monkeypatch, co
     monkeypatch.setattr(heads, "SCORES", block)
     query, view = shared_view(codec, queries)
     mask = logical_mask(kind, view)
-    weights = expected(query, view, mask)[1] * real(query, view, mask)[:, None, :, None]
-    weights = weights.unflatten(1, (KV_HEADS, GROUP))[:, :, :, -min(wanted or queries, queries) :]
+    weights = wanted_weights(expected(query, view, mask)[1], query, view, mask, wanted)
     pages, new = shown_by(lambda q, v, m: heads.attend(q, v, m, 0.2), query, view, view.align(mask), wanted)
     slots = view.segments[0].tokens
     assert torch.allclose(new, weights[..., slots:], atol=TOLERANCE, rtol=0)
@@ -142,11 +157,11 @@ def test_observing_shows_the_weights_of_the_reference(monkeypatch, codec, kind, 
     query, view = plain_view(codec, queries)
     mask = logical_mask(kind, view)
     aligned = view.align(mask)
-    weights = reference.attend(query, view, aligned, 0.2, **extra)[1] * real(query, view, mask)[:, None, :, None]
-    weights = weights.unflatten(1, (KV_HEADS, GROUP))[:, :, :, -min(wanted or queries, queries) :]
+    weights = reference.attend(query, view, aligned, 0.2, **extra)[1]
+    weights = wanted_weights(weights, query, view, mask, wanted)
 
     def observe(q, v, m):
-        blocks.observe(q, v, lambda part: part_of(m, part), 0.2, **extra)
+        blocks.observe(q, v, lambda part: part_of(m, part), v.counted(m, v.tokens), 0.2, **extra)
 
     def attend(q, v, m):
         blocks.attend(q, v, m, 0.2, **extra)
