@@ -96,8 +96,8 @@ def wanted_weights(weights, query, view, mask, wanted):
         counted = real(query, view, mask)
         if wanted is not None:
             counted = counted.clone()
-        for row in counted:
-            row[row.nonzero()[:, 0][:-wanted]] = False
+            for row in counted:
+                row[row.nonzero()[:, 0][:-wanted]] = False
         weights = weights * counted[:, None, :, None]
     return weights.unflatten(1, (KV_HEADS, GROUP))
 
