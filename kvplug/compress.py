@@ -119,6 +119,7 @@ def compress(
     method: str = "kvzip",
     *,
     sinks: int = 4,
+    recent: int = 32,
     codec: CodecLike | tuple[CodecLike, CodecLike] = None,
     chunk: int = CHUNK,
     instruction_ids: torch.Tensor | None = None,
@@ -138,7 +139,7 @@ def compress(
         input_ids: the context, int64 `[1, tokens]`.
         budget: tokens that a key-value head of a layer keeps on average, or a share of the context as a float (0.25).
         method: "kvzip".
-        sinks: first tokens that all heads keep.
+        sinks, recent: first and last tokens that all heads keep, as many as the budget has room for.
         codec: storage of what is kept and of later tokens, each token by itself.
         chunk: tokens that are repeated at a time.
         instruction_ids: what the model is told before it repeats, `[1, tokens]`; None for nothing.
@@ -153,6 +154,7 @@ def compress(
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not known; use one of {', '.join(METHODS)}")
     check_count("sinks", sinks, 0)
+    check_count("recent", recent, 0)
     check_count("chunk", chunk, 1)
     for name, ids in (("input_ids", input_ids), ("instruction_ids", instruction_ids)):
         if ids is not None and (ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 1):
@@ -171,7 +173,8 @@ def compress(
     _repeat(model, input_ids, cache, full, others, chunk, instruction_ids)
     tokens = input_ids.shape[1]
     mean = max(int(budget * tokens), 1) if isinstance(budget, float) else min(budget, tokens)
-    kept = _choose([layers[i].most for i in full], mean, min(sinks, mean))
+    recent = min(recent, mean)
+    kept = _choose([layers[i].most for i in full], mean, min(sinks, mean - recent), recent)
     for i, keep in zip(full, kept, strict=True):
         layers[i] = _compressed(layers[i], keep, sides, page_of(mean))
     return KVCache.from_layers(layers)
@@ -200,12 +203,14 @@ def _repeat(model, ids: torch.Tensor, cache: KVCache, full: list[int], others: d
             cache.layers[i] = copy.deepcopy(layer)
 
 
-def _choose(most: list[torch.Tensor], mean: int, sinks: int) -> list[torch.Tensor]:
-    """Which tokens each head of each layer keeps, bool `[1, kv_heads, tokens]`: `mean` a head on average."""
+def _choose(most: list[torch.Tensor], mean: int, sinks: int, recent: int) -> list[torch.Tensor]:
+    """Which tokens each head of each layer keeps, bool `[1, kv_heads, tokens]`: `mean` a head on average, the first
+    `sinks` and the last `recent` ones in any case."""
     ranks = []
     for scores in most:
         positions = torch.arange(scores.shape[-1], device=scores.device)
-        ranks.append((order(scores, positions) + PROTECTED * (positions < sinks)).cpu())
+        sure = (positions < sinks) | (positions >= scores.shape[-1] - recent)
+        ranks.append((order(scores, positions) + PROTECTED * sure).cpu())
     flat = torch.cat([rank.flatten() for rank in ranks])
     kept = torch.zeros_like(flat, dtype=torch.bool)
     kept[flat.topk(mean * sum(rank.shape[1] for rank in ranks)).indices] = True
