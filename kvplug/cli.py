@@ -258,6 +258,7 @@ def as_data(model: Model, rows: list[Row], refused: dict[str, str], batch: int, 
             "bytes_per_token": row.planner.bytes_per_token,
             "fixed_bytes": row.planner.fixed(batch),
             "tokens_kept": row.planner.budget,
+            "share_kept": row.planner.share,
             "lengths": lengths,
         }
         if limit is not None:
@@ -307,7 +308,8 @@ def show(model: Model, rows: list[Row], refused: dict[str, str], batch: int, mem
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        kept = "all" if row.planner.budget is None else f"{row.planner.budget:,}"
+        budget, share = row.planner.budget, row.planner.share
+        kept = f"{share:.0%}" if share is not None else "all" if budget is None else f"{budget:,}"
         cells = [f"{row.planner.bytes_per_token:,}", kept, *([human(row.planner.fixed(batch))] if fixed else [])]
         cells += [human(report.total) for report in row.reports.values()]
         if memory:

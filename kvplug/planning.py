@@ -15,9 +15,14 @@ from kvplug import compat
 from kvplug.cache import KVCache, make_layers
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
+from kvplug.policies import Scored
 from kvplug.probe import Handed, Probe, Shape, probe
 from kvplug.residual import ResidualLayer
 from kvplug.spec import parse
+
+
+# Tokens of a prompt that tell what one of those that a share keeps costs.
+MANY = 4096
 
 
 def plan(config: object, spec: str, tokens: int, batch: int = 1, dtype: torch.dtype | None = None) -> MemoryReport:
@@ -31,7 +36,8 @@ def plan(config: object, spec: str, tokens: int, batch: int = 1, dtype: torch.dt
         dtype: the model's; by default what the config names, else fp32.
 
     Returns:
-        The report that `cache.memory()` gives, to the byte, however the tokens come in.
+        The report that `cache.memory()` gives, to the byte, however the tokens come in. Only a budget that is a share
+        of the prompt, and heads that compete, depend on that: there all tokens are the prompt's.
 
     Raises:
         ValueError: an argument is not valid, the model can't be used with the cache, or a layer's size is not known.
@@ -47,7 +53,8 @@ class Planner:
 
     Attributes:
         layers: how many layers there are of each kind: "full", "sliding", "linear", "shared".
-        budget: most tokens that a full-attention layer keeps, None where one keeps all.
+        budget: most tokens that a full-attention layer keeps, None where one keeps all or a share.
+        share: the part of a prompt that the full-attention layers keep on average, None where that is no share.
 
     Raises:
         ValueError: as `plan` does.
@@ -67,7 +74,11 @@ class Planner:
             self.layers[_kind(layer)] = self.layers.get(_kind(layer), 0) + 1
         budgets = [layer.budget for layer in layers if isinstance(layer, KVLayer)]
         self.budget: int | None = None if None in budgets else max(budgets)
+        shares = [layer.policy.budget for layer in layers if isinstance(layer, KVLayer) and layer.policy]
+        shares = [share for share in shares if isinstance(share, float)]
+        self.share: float | None = sum(shares) / len(shares) if shares else None
         self._windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
+        self._remembers = any(isinstance(layer, KVLayer) and isinstance(layer.policy, Scored) for layer in layers)
         self._alike(text, layers, known)
 
     def _alike(self, text: PreTrainedConfig, layers: list, known: Probe) -> None:
@@ -114,8 +125,12 @@ class Planner:
     def bytes_per_token(self) -> int:
         """Bytes that a token adds to one row while it is kept, spare capacity left out: a mean over a group of tokens
         that are encoded together, to the nearest byte."""
+        if self.share is not None:
+            held = self._measure(MANY, 1, only=(True,))
+            return round(held.used / held.tokens_kept)
         stores = [layer.store for layer, _ in self._first if isinstance(layer, ResidualLayer)]
-        start = max((store.sinks + store.residual for store in stores), default=0)
+        # What a policy remembers of a layer is no token's.
+        start = max((store.sinks + store.residual for store in stores), default=int(self._remembers))
         step = math.lcm(*(store.group for store in stores))
         more, less = (self._measure(tokens, 1, only=(True,)).used for tokens in (start + step, start))
         return round((more - less) / step)
