@@ -50,9 +50,15 @@ def compressed(spec: str, model: PreTrainedModel, context: torch.Tensor | None) 
         ValueError: the spec has a typo.
     """
     share, _, rest = spec.removeprefix(COMPRESSED).partition("+")
-    budget = int(share) if share.isdecimal() else float(share)
+    try:
+        budget = int(share) if share.isdecimal() else float(share)
+    except ValueError:
+        raise ValueError(f"budget={share!r} is not valid; tokens, or a share such as 0.25 is accepted") from None
     check_budget(budget)
-    codec = parse(rest).codec if rest else None
+    how = parse(rest) if rest else parse("dense")
+    if how.policy is not None or how.residual is not None or how.sinks is not None:
+        raise ValueError(f"{rest!r} is not valid behind it; a codec such as int4 is accepted")
+    codec = how.codec
     return None if context is None else kvplug.compress(model, context, budget, codec=codec)
 
 

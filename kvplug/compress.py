@@ -111,6 +111,24 @@ class CompressedLayer(KVLayer):
         self._begin(dtype, device, shape)
 
 
+class CompressedCache(KVCache):
+    """What `compress` returns."""
+
+    def reset(self) -> None:
+        """Takes all later tokens back: the context, for a batch of one.
+
+        Raises:
+            ValueError: the model has layers of other kinds, which can't go back.
+        """
+        others = {type(layer).__name__ for layer in self.layers if not isinstance(layer, CompressedLayer)}
+        if others:
+            raise ValueError(
+                f"reset() can't take tokens back from layers of the kind {', '.join(sorted(others))}; "
+                "copy.deepcopy(cache) before a question is accepted"
+            )
+        super().reset()
+
+
 @torch.no_grad()
 def compress(
     model: PreTrainedModel,
@@ -132,14 +150,14 @@ def compress(
     second pass over the context, and until that is over the whole context is held in full precision.
 
     Later tokens are all kept. `crop` takes them back and `reset` all of them, so that one cache serves question after
-    question; `copy.deepcopy` makes another one.
+    question; `copy.deepcopy` makes another one, which hybrid models need.
 
     Args:
-        model: a transformers model with full attention; its attention is routed through kvplug.
+        model: a transformers model whose attention can be routed through kvplug, which it is from then on.
         input_ids: the context, int64 `[1, tokens]`.
         budget: tokens that a key-value head of a layer keeps on average, or a share of the context as a float (0.25).
         method: "kvzip".
-        sinks, recent: first and last tokens that all heads keep, as many as the budget has room for.
+        sinks, recent: first and last tokens that all heads keep, the last ones up to half of the budget.
         codec: storage of what is kept and of later tokens, each token by itself.
         chunk: tokens that are repeated at a time.
         instruction_ids: what the model is told before it repeats, `[1, tokens]`; None for nothing.
@@ -161,6 +179,8 @@ def compress(
             raise ValueError(f"{name} has shape {tuple(ids.shape)}; one context, [1, tokens], is accepted")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model={type(model).__name__} is not accepted; pass a transformers model")
+    if not compat.can_route(model):
+        raise _unwatched(model)
     layers = make_layers(model, None, None)
     full = [i for i, layer in enumerate(layers) if isinstance(layer, KVLayer)]
     sides = [one.tokenwise() for one in get_codecs(codec)]
@@ -171,13 +191,22 @@ def compress(
     _read(model, input_ids, cache)
     others = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in full}
     _repeat(model, input_ids, cache, full, others, chunk, instruction_ids)
+    if not all(layers[i].most.any() for i in full):
+        raise _unwatched(model)
     tokens = input_ids.shape[1]
     mean = max(int(budget * tokens), 1) if isinstance(budget, float) else min(budget, tokens)
-    recent = min(recent, mean)
+    recent = min(recent, mean // 2)
     kept = _choose([layers[i].most for i in full], mean, min(sinks, mean - recent), recent)
     for i, keep in zip(full, kept, strict=True):
         layers[i] = _compressed(layers[i], keep, sides, page_of(mean))
-    return KVCache.from_layers(layers)
+    return CompressedCache.from_layers(layers)
+
+
+def _unwatched(model: PreTrainedModel) -> ValueError:
+    return ValueError(
+        f"model={type(model).__name__} has attention code of its own, which can't be watched; a model whose attention "
+        "function gets the keys and values of its cache is accepted"
+    )
 
 
 def _read(model: PreTrainedModel, ids: torch.Tensor, cache: KVCache) -> None:

@@ -20,7 +20,6 @@ from kvplug.probe import Handed, Probe, Shape, probe
 from kvplug.residual import ResidualLayer
 from kvplug.spec import parse
 
-
 # Tokens of a prompt that tell what one of those that a share keeps costs.
 MANY = 4096
 

@@ -61,8 +61,13 @@ class Kind:
 
     @property
     def records(self):
-        """The past can be recorded: always where nothing is dropped, else if no policy counts the attention."""
-        return not self.evicts or (RECORDS and not any(k.reads_attention for k in self.keeps))
+        """The past can be recorded: always where nothing is dropped, else if no policy goes by what queries ask for."""
+        return not self.evicts or (RECORDS and not any(k.reads_queries for k in self.keeps))
+
+    @property
+    def remembers(self):
+        """What cropped tokens said of others stays said."""
+        return any(k.remembers for k in self.keeps)
 
     @property
     def exact(self):
@@ -72,6 +77,10 @@ class Kind:
     def budgets(self, prompt=1):
         """Most tokens that a head of each layer stores after a first forward of `prompt` tokens, None for all."""
         return [k.room(prompt) for k in self.keeps]
+
+    def holds(self, tokens, prompt):
+        """Whether nothing of `tokens` tokens is dropped after a first forward of `prompt`."""
+        return all(room is None or room >= tokens for room in self.budgets(prompt))
 
     def kept(self, seen, prompt):
         """Tokens that a head stores of `seen`, a mean over the layers, after a first forward of `prompt`."""
@@ -213,7 +222,7 @@ RECORDS = "is_croppable" in inspect.getsource(GenerationMixin._assisted_decoding
 NO_RECORDING = "recording needs a newer transformers"
 RECORDING = [kind for kind in KINDS if kind.records]
 # The sentence of the error that the others raise.
-COUNTS_ATTENTION = "goes by what queries ask for"
+READS_QUERIES = "goes by what queries ask for"
 
 # The same strategies with more room than any test feeds: nothing is dropped, so what comes out is the full cache's.
 ROOMY = [

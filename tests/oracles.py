@@ -49,7 +49,9 @@ class Keep:
 
     # Whether what is stored follows from positions alone.
     positional = True
-    reads_attention = False
+    reads_queries = False
+    # Whether what tokens said of others outlives them.
+    remembers = False
 
     @property
     def evicts(self):

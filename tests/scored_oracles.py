@@ -14,6 +14,8 @@ from tests.oracles import Keep, SlowLayer, rotate
 # Queries of a forward from which on expected attention takes their statistics anew, and the part of an even share that
 # a head has for sure where heads compete.
 MANY, SURE = 64, 0.2
+# Methods that go by the attention that tokens are paid.
+VOTING = ("h2o", "snapkv", "tova")
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,12 @@ class ScoredKeep(Keep):
         return True
 
     @property
-    def reads_attention(self):
-        return self.method in ("h2o", "snapkv", "tova")
+    def reads_queries(self):
+        return self.method in (*VOTING, "expected")
+
+    @property
+    def remembers(self):
+        return self.method in ("h2o", "snapkv", "keydiff", "expected")
 
     def room(self, prompt):
         return max(int(self.budget * prompt), 1) if isinstance(self.budget, float) else self.budget
@@ -89,7 +95,6 @@ class SlowHeads(SlowLayer):
         self.budget = None
         self.slots = self.scores = None
         self.anchor = self.remembered = None
-        self.past = []  # what it was after each forward, while nothing was dropped
 
     @property
     def pending(self):
@@ -139,7 +144,6 @@ class SlowHeads(SlowLayer):
             self.slots = [self.budget] * len(key)
         if key.shape[1] == 0:
             return
-        self.past.append((self.seen, self.stored, self.scores, self.anchor, self.remembered))
         first, coded = self.seen, (self.keep.keys(key), self.keep.values(value))
         self.keys = coded[0] if self.keys is None else torch.cat([self.keys, coded[0]], dim=1)
         self.values = coded[1] if self.values is None else torch.cat([self.values, coded[1]], dim=1)
@@ -154,7 +158,7 @@ class SlowHeads(SlowLayer):
             # All query heads of the layer, whose key-value heads hold the same tokens.
             assert not self.keep.adaptive
             weights = [torch.stack(weights).mean(0)] * len(weights)
-        if self.keep.reads_attention and weights is not None:
+        if self.keep.method in VOTING and weights is not None:
             for head, order in enumerate(candidates):
                 scores[head] = self._voted(scores[head], order, weights[head])
         self._choose(candidates, scores, key.shape[1])
@@ -235,8 +239,6 @@ class SlowHeads(SlowLayer):
             self.slots = [len(x) for x in kept]
         else:
             kept = [[token for _, token in order[:room]] for order, room in zip(ranked, self.slots, strict=True)]
-        if any(len(k) < len(c) for k, c in zip(kept, candidates, strict=True)):
-            self.past = []
         self.stored = [sorted(x) for x in kept]
         self.scores = [{token: own[token] for token in x} for own, x in zip(scores, self.stored, strict=True)]
 
@@ -252,7 +254,7 @@ class SlowHeads(SlowLayer):
         return [[token for _, _, own, token in best if own == -head] for head in range(len(ranked))]
 
     def crop(self, count):
-        """The last `count` tokens were never there. Without recording, whole forwards alone can be taken back."""
+        """The last `count` tokens go, and their scores; what they said of others stays said."""
         while count and self.new:
             key, value, *_ = self.new.pop()
             taken = min(count, key.shape[1])
@@ -261,14 +263,13 @@ class SlowHeads(SlowLayer):
                 self.new.append((key[:, :-taken], value[:, :-taken], None, None))
         self._settle()
         if count:
-            target = self.seen - count
-            while self.past and self.past[-1][0] > target:
-                self.past.pop()
-            seen, self.stored, self.scores, self.anchor, self.remembered = self.past.pop()
-            assert seen == target, "only whole forwards can be taken back here"
+            assert self.seen <= self.budget, "what was dropped can't come back"
+            seen = self.seen - count
             self.keys, self.values = self.keys[:, :seen], self.values[:, :seen]
+            self.stored = [[token for token in held if token < seen] for held in self.stored]
+            self.scores = [{token: own[token] for token in own if token < seen} for own in self.scores]
 
     def copy(self):
         twin = copy.copy(self)
-        twin.past, twin.new = list(self.past), list(self.new)
+        twin.new = list(self.new)
         return twin

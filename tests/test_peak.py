@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 import kvplug
+from kvplug.kernels import blocks
 from kvplug.view import KVTensor
 from tests import models
 from tests.oracles import NAME
@@ -110,4 +111,17 @@ def test_full_precision_peaks_no_higher_than_its_slabs(default):
     peak, end, cache = run(lambda model: kvplug.DenseCache(model))
     assert bytes_held(cache) <= bytes_held(default[2]) * ROOM + REST
     assert peak <= default[0] + bytes_held(cache) - bytes_held(default[2]) + layer_bytes(default)
+    assert end <= bytes_held(cache) + REST
+
+
+SCORED = ["h2o:budget=64", "h2o:budget=64,heads=adaptive", "snapkv:budget=64", "tova:budget=64+int4"]
+SCORED += ["keydiff:budget=64", "knorm:budget=64,heads=adaptive", "expected_attention:budget=64"]
+
+
+@pytest.mark.parametrize("spec", SCORED)
+def test_the_peak_of_scored_tokens_does_not_hold_the_prompt(monkeypatch, default, spec):
+    # Attention is read in blocks, here of 64 KiB so that they don't hide what the cache holds.
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1 << 14)
+    peak, end, cache = run(lambda model: kvplug.from_spec(spec, model))
+    assert peak <= bytes_held(cache) + allowance(default)
     assert end <= bytes_held(cache) + REST

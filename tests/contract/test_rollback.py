@@ -8,7 +8,7 @@ import torch
 
 import kvplug
 from tests import models
-from tests.caches import COUNTS_ATTENTION, EVICTING, KEEPING, KINDS, NO_RECORDING, RECORDS, named
+from tests.caches import EVICTING, KEEPING, KINDS, NO_RECORDING, READS_QUERIES, RECORDS, named
 from tests.oracles import LOGITS, SAME_KERNEL, Keep, batch_logits, feed, row_logits
 from tests.tape import Tape
 
@@ -60,7 +60,7 @@ def test_a_crop_that_makes_no_sense_raises(model, kind, count):
     assert torch.allclose(feed(model, cache, ids[:, 12:], [8]), expected, atol=SAME_KERNEL, rtol=0)
 
 
-@pytest.mark.parametrize("kind", **named(KINDS))
+@pytest.mark.parametrize("kind", **named([k for k in KINDS if k.holds(5, prompt=4)]))
 def test_everything_can_be_cropped_while_nothing_was_dropped(model, kind):
     cache, ids = kind.make(model), models.tokens(1, 20)
     with Tape(model, cache) as tape:
@@ -135,9 +135,10 @@ def test_recording_several_forwards_of_a_padded_batch(model, kind):
 
 
 @pytest.mark.parametrize("removed", [2, 3])
-@pytest.mark.parametrize("kind", **named(KINDS))
+@pytest.mark.parametrize("kind", **named([k for k in KINDS if k.holds(6, prompt=3)]))
 def test_cropping_a_padded_batch(model, kind, removed):
-    """Left padding first, nothing dropped yet; what is cropped is tokens of some rows and padding of others."""
+    """Left padding first, nothing dropped yet; what is cropped is tokens of some rows and padding of others. Where what
+    they said of others stays said, it decides what is dropped later."""
     _, first, first_mask = models.left_padded([1, 3, 2])
     _, tail, tail_mask = models.left_padded([1, 2, 0], seed=7)
     wrong = models.tokens(3, removed - 2, seed=8)
@@ -153,11 +154,14 @@ def test_cropping_a_padded_batch(model, kind, removed):
     logits = feed(model, cache, more, [1, 4, 1, 6], mask)
     straight = kind.make(model)
     expected = feed(model, straight, torch.cat([first, more], 1), [3, 1, 4, 1, 6], mask)[:, 3:]
+    if kind.remembers:  # nothing was dropped before the sixth of the later tokens is read
+        logits, expected = logits[:, :6], expected[:, :6]
     # The same forwards on the same tokens, so even codes are the same; only the order of slots may differ.
     assert torch.allclose(logits, expected, atol=SAME_KERNEL, rtol=0)
     if kind.exact:
         ids, chunks = torch.cat([first, more], 1), [3, 1, 4, 1, 6]
-        assert torch.allclose(logits, batch_logits(model, ids, mask, chunks, kind.keeps)[:, 3:], atol=LOGITS, rtol=0)
+        slow = batch_logits(model, ids, mask, chunks, kind.keeps)[:, 3 : 3 + logits.shape[1]]
+        assert torch.allclose(logits, slow, atol=LOGITS, rtol=0)
 
 
 @pytest.mark.skipif(RECORDS, reason="this transformers asks is_croppable first")
@@ -192,11 +196,11 @@ def test_recording_the_past_allows_to_crop_what_would_have_been_dropped(model, k
 
 @pytest.mark.skipif(not RECORDS, reason=NO_RECORDING)
 @pytest.mark.parametrize("kind", **named([k for k in EVICTING if not k.records]))
-def test_a_policy_that_counts_attention_refuses_to_record(model, kind):
+def test_a_policy_that_reads_queries_refuses_to_record(model, kind):
     ids, cache = models.tokens(1, 24), kind.make(model)
     with Tape(model, cache) as tape:
         feed(model, cache, ids[:, :12], [12])
-        with pytest.raises(ValueError, match=COUNTS_ATTENTION):
+        with pytest.raises(ValueError, match=READS_QUERIES):
             type(cache).activate_past_recording(cache)  # unrecorded: the replay must not record either
         feed(model, cache, ids[:, 12:], [1, 11])
     assert tape.worst(kind.keeps) < LOGITS

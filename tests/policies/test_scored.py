@@ -8,8 +8,9 @@ import torch
 import kvplug
 from tests import models
 from tests.caches import AHEAD, VOTES, scored
-from tests.oracles import LOGITS, feed, spans
+from tests.oracles import LOGITS, SAME_KERNEL, feed, spans
 from tests.tape import Tape
+from tests.walker import bytes_held
 
 CACHES = {
     "h2o": (kvplug.H2OCache, {}),
@@ -211,17 +212,31 @@ def test_scores_move_with_their_rows(model, method, heads):
 
 @methods
 @pytest.mark.parametrize("heads", ["uniform", "adaptive"])
-def test_a_crop_within_the_budget_takes_back_what_the_tokens_said_of_others(model, method, heads):
+@pytest.mark.parametrize("chunks", [[4], [1] * 4, [3, 1]], ids=str)
+def test_cropped_tokens_are_gone_and_what_they_said_of_others_stays(model, method, heads, chunks):
     if method not in COMPETING and heads == "adaptive":
         return  # its heads have nothing to compete with
-    ids, wrong = models.tokens(1, 20), models.tokens(1, 4, seed=8)
-    cache = cache_of(method, model, 12, sinks=0, heads=heads)
+    ids, wrong = models.tokens(2, 20), models.tokens(2, 4, seed=8)
+    cache, straight = (cache_of(method, model, 12, heads=heads) for _ in range(2))
+    expected = feed(model, straight, ids[:, :12], [7, 1, 3, 1])
     with Tape(model, cache) as tape:
         feed(model, cache, ids[:, :8], [7, 1])
-        feed(model, cache, wrong, [4])
+        before = cache.memory()
+        feed(model, cache, wrong, chunks)
         cache.crop(-4)
-        feed(model, cache, ids[:, 8:], [6, 1, 1, 1, 1, 1, 1])
-    assert_kept(tape, cache, keep_of(method, 12, heads, sinks=0))
+        assert cache.get_seq_length() == cache.memory().tokens_kept == 8
+        assert cache.memory().used == before.used
+        assert cache.memory().total == bytes_held(cache.layers)
+        for layer in cache.layers:
+            assert kept(layer, 2) == [[list(range(8))] * 2] * 2
+            if layer.policy.lasting:
+                assert layer.store.scores.shape == (2, 2, 8)
+        # Nothing was dropped yet, so no score has a say.
+        within = feed(model, cache, ids[:, 8:12], [3, 1])
+        assert torch.allclose(within, expected[:, 8:], atol=SAME_KERNEL, rtol=0)
+        assert cache.memory() == straight.memory()
+        feed(model, cache, ids[:, 12:], [2, 1, 1, 1, 1, 1, 1])
+    assert_kept(tape, cache, keep_of(method, 12, heads))
 
 
 @pytest.mark.parametrize("heads", ["uniform", "adaptive"])
