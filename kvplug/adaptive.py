@@ -130,7 +130,7 @@ class AdaptiveLayer(ScoredLayer):
                 slots as they have.
         """
         heads, budget = rank.shape[1], self.budget
-        budgets = torch.full_like(rank[:, 0, 0], budget) if self._budgets is None else self._budgets
+        budgets = torch.full_like(rank[:, 0, 0], budget) if self._by_row is None else self._by_row[:, 0]
         seen = self.seen if self.padding is None else self.seen - self.padding
         even = (budgets >= seen)[:, None]
         kept = torch.where(even[..., None], rank >= 0, best_of_all(rank, budgets, LEAST))

@@ -34,9 +34,10 @@ class ScoredLayer(EvictingLayer):
 
     def _clear(self) -> None:
         super()._clear()
-        # Tokens of the prompt's longest row where the budget is a share of it; each row's budget where they differ.
+        # Tokens of the prompt's longest row where the budget is a share of it. Where rows have different ones,
+        # `[batch, 3]`: each row's budget, and the first and last tokens that stay.
         self._prompt: int | None = None
-        self._budgets: torch.Tensor | None = None
+        self._by_row: torch.Tensor | None = None
         # Position past the sinks of each row, `[batch, 1, 1]`, where rows have different ones.
         self._sinks_end: torch.Tensor | None = None
         # What the policy remembers beside the scores, a row of the batch in each row.
@@ -100,7 +101,8 @@ class ScoredLayer(EvictingLayer):
             self._prompt = int(counts.max())
             budgets = [self.policy.tokens(count) for count in counts.tolist()]
             if len(set(budgets)) > 1:
-                self._budgets = torch.tensor(budgets, device=self.device)
+                rows = [(budget, *self.policy.protected(budget)) for budget in budgets]
+                self._by_row = torch.tensor(rows, device=self.device)
         self.store.limit = self.budget
 
     def _renewed(self, new: Arrival) -> torch.Tensor:
@@ -139,7 +141,7 @@ class ScoredLayer(EvictingLayer):
             torch.cat([rank[..., :length], opened], dim=-1),
             positions,
             rank[..., length:],
-            self.budget if self._budgets is None else self._budgets,
+            self.budget if self._by_row is None else self._by_row[:, 0],
             newest_stays=tokens == 1 and self.padding is None,
         )
         if self.policy.lasting:
@@ -171,17 +173,16 @@ class ScoredLayer(EvictingLayer):
 
     def _protected_counts(self) -> tuple:
         """First and last tokens that stay: numbers, or one for each row, `[batch, 1, 1]`."""
-        if self._budgets is None:
+        if self._by_row is None:
             return self.policy.protected(self.budget)
-        pairs = [self.policy.protected(budget) for budget in self._budgets.tolist()]
-        return tuple(torch.tensor(side, device=self.device)[:, None, None] for side in zip(*pairs, strict=True))
+        return tuple(self._by_row[:, column, None, None] for column in (1, 2))
 
     # Lengths and changes of the past
 
     @property
     def policy_state(self) -> list[torch.Tensor]:
         """What the policy keeps beside a score for each slot."""
-        return [*self.memo.values(), *(x for x in (self._budgets, self._sinks_end) if x is not None)]
+        return [*self.memo.values(), *(x for x in (self._by_row, self._sinks_end) if x is not None)]
 
     def activate_past_recording(self) -> None:
         """From now on a forward is settled by `crop` alone, so that its tokens can be taken back.
@@ -200,7 +201,7 @@ class ScoredLayer(EvictingLayer):
     def _change_rows(self, change, batch: int) -> None:
         super()._change_rows(change, batch)
         self.memo = {name: change(x) for name, x in self.memo.items()}
-        for name in ("_budgets", "_sinks_end"):
+        for name in ("_by_row", "_sinks_end"):
             if getattr(self, name) is not None:
                 setattr(self, name, change(getattr(self, name)))
 

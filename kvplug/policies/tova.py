@@ -22,6 +22,13 @@ class NewestQuery(Scored):
     queries: ClassVar[int | None] = 1
     lasting: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads == "adaptive":
+            raise ValueError(
+                f"heads={self.heads!r} can't be had with TOVA: all heads keep the same tokens; 'uniform' is accepted"
+            )
+
     def reduce(self, weights: torch.Tensor) -> torch.Tensor:
         return weights.sum(3).mean((1, 2))[:, None].expand(-1, weights.shape[1], -1)
 

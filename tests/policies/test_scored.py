@@ -21,6 +21,13 @@ CACHES = {
     "expected": (kvplug.ExpectedAttentionCache, AHEAD),
 }
 COMPETING = [name for name in CACHES if name != "tova"]  # TOVA's heads keep the same tokens
+PAIRS = [
+    (method, heads)
+    for method in CACHES
+    for heads in ("uniform", "adaptive")
+    if heads == "uniform" or method in COMPETING
+]
+pairs = pytest.mark.parametrize(("method", "heads"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
 CHUNKS = {
     "prompt_then_steps": [15] + [1] * 25,
     "turns": [7, 7, 1, 1, 1, 9, 1, 1, 1, 11],
@@ -153,12 +160,9 @@ def test_a_share_is_of_the_first_forward_s_real_tokens_in_each_row(model, method
     assert_kept(tape, cache, keep_of(method, share), longer)
 
 
-@methods
-@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+@pairs
 @pytest.mark.parametrize("chunks", [[14] + [1] * 12, [14, 1, 5, 1, 5]], ids=["steps", "turns"])
 def test_rows_of_a_padded_batch_keep_what_they_keep_alone(model, method, heads, chunks):
-    if method not in COMPETING and heads == "adaptive":
-        return  # its heads have nothing to compete with
     _, ids, mask = models.left_padded([5, 14, 9, 1])
     more = models.tokens(4, 12, seed=5)
     ids, mask = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
@@ -193,11 +197,8 @@ def test_a_row_that_a_forward_brings_nothing_stays_as_it_is(model, method):
     assert_kept(tape, cache, keep_of(method, 8), mask)
 
 
-@methods
-@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+@pairs
 def test_scores_move_with_their_rows(model, method, heads):
-    if method not in COMPETING and heads == "adaptive":
-        return  # its heads have nothing to compete with
     ids, more = models.tokens(3, 11), models.tokens(4, 9, seed=3)
     cache = cache_of(method, model, 8, heads=heads)
     with Tape(model, cache) as tape:
@@ -210,12 +211,9 @@ def test_scores_move_with_their_rows(model, method, heads):
     assert_kept(tape, cache, keep_of(method, 8, heads))
 
 
-@methods
-@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+@pairs
 @pytest.mark.parametrize("chunks", [[4], [1] * 4, [3, 1]], ids=str)
 def test_cropped_tokens_are_gone_and_what_they_said_of_others_stays(model, method, heads, chunks):
-    if method not in COMPETING and heads == "adaptive":
-        return  # its heads have nothing to compete with
     ids, wrong = models.tokens(2, 20), models.tokens(2, 4, seed=8)
     cache, straight = (cache_of(method, model, 12, heads=heads) for _ in range(2))
     expected = feed(model, straight, ids[:, :12], [7, 1, 3, 1])
@@ -239,8 +237,7 @@ def test_cropped_tokens_are_gone_and_what_they_said_of_others_stays(model, metho
     assert_kept(tape, cache, keep_of(method, 12, heads))
 
 
-@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
-@methods
+@pairs
 def test_a_crop_behind_an_eviction_says_what_can_be_cropped(model, method, heads):
     cache = cache_of(method, model, 8, heads=heads)
     feed(model, cache, models.tokens(1, 12), [12])
@@ -274,6 +271,7 @@ OWN = {
     "observe_zero": ("snapkv", dict(observe=0), ["observe=0", "1"]),
     "kernel_zero": ("snapkv", dict(kernel=0), ["kernel=0", "1"]),
     "kernel_even": ("snapkv", dict(kernel=4), ["kernel=4", "odd"]),
+    "same_heads": ("tova", dict(heads="adaptive"), ["heads='adaptive'", "TOVA", "uniform"]),
     "future_zero": ("expected", dict(future=0), ["future=0", "1"]),
 }
 
@@ -303,8 +301,15 @@ def test_the_base_of_the_recipes_names_them(model):
 
 
 @pytest.mark.parametrize("tokens", [5, 8, 9, 40])
-@pytest.mark.parametrize("more", ["", ",heads=adaptive", ",heads=adaptive+int4", "+int8"])
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "tova", "keydiff", "knorm", "expected_attention"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        (name, more)
+        for name in ("h2o", "snapkv", "tova", "keydiff", "knorm", "expected_attention")
+        for more in ("", ",heads=adaptive", ",heads=adaptive+int4", "+int8")
+        if name != "tova" or "adaptive" not in more
+    ],
+)
 def test_the_plan_is_what_a_prompt_leaves(model, name, more, tokens):
     spec = f"{name}:budget=8{more}"
     cache = kvplug.from_spec(spec, model)
