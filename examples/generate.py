@@ -16,6 +16,7 @@ import kvplug
 from evals import console, models
 
 CACHES = ["dense", "int8", "fp8", "int4", "window:window=64", "streaming:sinks=4,window=60", "streaming:window=60+int4"]
+CACHES += ["h2o:budget=64", "h2o:budget=64,heads=adaptive+int8"]
 PROMPT = "Explain in a few sentences why the sky is blue, and why sunsets are red."
 
 
