@@ -17,7 +17,7 @@ from kvplug.cache import CodecLike, KVCache, get_codecs, make_layers
 from kvplug.codecs import Codec
 from kvplug.layer import KVLayer
 from kvplug.policies.positional import check_count
-from kvplug.policies.scored import PROTECTED, check_budget, order
+from kvplug.policies.scored import PROTECTED, check_budget, order, tokens_of
 from kvplug.stores.compressed import CompressedStore
 from kvplug.stores.contiguous import ContiguousStore
 from kvplug.stores.heads import HeadStore, Shares, page_of
@@ -194,7 +194,7 @@ def compress(
     if not all(layers[i].most.any() for i in full):
         raise _unwatched(model)
     tokens = input_ids.shape[1]
-    mean = max(int(budget * tokens), 1) if isinstance(budget, float) else min(budget, tokens)
+    mean = min(tokens_of(budget, tokens), tokens)
     recent = min(recent, mean // 2)
     kept = _choose([layers[i].most for i in full], mean, min(sinks, mean - recent), recent)
     for i, keep in zip(full, kept, strict=True):
@@ -222,7 +222,7 @@ def _repeat(model, ids: torch.Tensor, cache: KVCache, full: list[int], others: d
         cache.layers[i].watch(ids.shape[1])
     for start in range(0, ids.shape[1], chunk):
         # The last tokens of the chunk before tell where to go on.
-        part = ids[:, max(start - LEAD, 0) if start else 0 : start + chunk]
+        part = ids[:, max(start - LEAD, 0) : start + chunk]
         if instruction is not None:
             part = torch.cat([instruction.to(part.device), part], dim=1)
         _read(model, part, cache)

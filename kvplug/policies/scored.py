@@ -45,6 +45,11 @@ def pyramid(count: int) -> tuple[float, ...]:
     return tuple(2 - low - (2 - 2 * low) * i / max(count - 1, 1) for i in range(count)) if count > 1 else (1.0,)
 
 
+def tokens_of(budget: int | float, prompt: int) -> int:
+    """A budget in tokens, at least 1, for a prompt of `prompt` tokens."""
+    return max(int(budget * prompt), 1) if isinstance(budget, float) else budget
+
+
 def order(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """int64 ranks, all distinct and not negative, that sort as the scores do; of scores that agree to 2^-15 the later
     token wins.
@@ -176,7 +181,7 @@ class Scored(Policy):
 
     def tokens(self, prompt: int) -> int:
         """The budget in tokens, for a first forward of `prompt` tokens."""
-        return max(int(self.budget * prompt), 1) if isinstance(self.budget, float) else self.budget
+        return tokens_of(self.budget, prompt)
 
     def protected(self, budget: int) -> tuple[int, int]:
         """First and last tokens that stay whatever they score, of a budget of `budget` tokens."""
