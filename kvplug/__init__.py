@@ -8,6 +8,7 @@ from kvplug.cache import KVCache
 from kvplug.compress import compress
 from kvplug.memory import MemoryReport
 from kvplug.planning import plan
+from kvplug.pool import PagedCache, PagePool
 from kvplug.recipes import (
     DenseCache,
     ExpectedAttentionCache,
@@ -21,6 +22,7 @@ from kvplug.recipes import (
     WindowCache,
 )
 from kvplug.spec import from_spec
+from kvplug.stores import OutOfPages
 from kvplug.view import KVTensor, KVView
 
 __version__ = "0.1.0"
@@ -35,6 +37,9 @@ __all__ = [
     "KeyDiffCache",
     "KnormCache",
     "MemoryReport",
+    "OutOfPages",
+    "PagePool",
+    "PagedCache",
     "QuantCache",
     "SnapKVCache",
     "StreamingLLMCache",

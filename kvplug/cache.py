@@ -5,8 +5,9 @@ Every named cache is a recipe over it. It holds no logic of storage or of polici
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedConfig
@@ -23,8 +24,10 @@ from kvplug.policies.positional import check_count
 from kvplug.residual import ResidualLayer
 from kvplug.rope import HINT, Rope, rope_of_layers
 from kvplug.scored import ScoredLayer
+from kvplug.stores import PagedStore, Pages
 from kvplug.stores.contiguous import OUTLIER
 from kvplug.stores.residual import defaults
+from kvplug.stores.tables import Table
 
 CodecLike = str | Codec | None
 
@@ -42,6 +45,8 @@ class KVCache(compat.Cache):
         residual, sinks: least number of last tokens, and number of first ones, that stay in the model's dtype. By
             default 0 where each token is written by itself in 8 bits or more, else 32 and 4. Not under a policy.
         layer_codecs: another codec, or pair of them, for some layers, by their index in the model.
+        pool: pages for the cache to live in, perhaps together with others; None for one buffer a row. Each token is
+            written by itself, as under a policy.
 
     Raises:
         ValueError: an argument is not known, the model has no full-attention layers, or its attention can't be
@@ -50,6 +55,10 @@ class KVCache(compat.Cache):
 
     # Whether the user was told of layers that keep their keys in full precision.
     _warned = False
+    # Where the pages are from, one layer of each table, and the tokens seen for which there are pages.
+    pool: Pages | None = None
+    _tables: tuple[int, ...] = ()
+    _ready: int | None = None
 
     def __init__(
         self,
@@ -60,8 +69,9 @@ class KVCache(compat.Cache):
         residual: int | None = None,
         sinks: int | None = None,
         layer_codecs: Mapping[int, CodecLike | tuple[CodecLike, CodecLike]] | None = None,
+        pool: Pages | None = None,
     ):
-        layers = make_layers(config, codec, policy, residual, sinks, layer_codecs)
+        layers = make_layers(config, codec, policy, residual, sinks, layer_codecs, pool)
         evicting = any(isinstance(layer, KVLayer) and layer.policy for layer in layers)
         if evicting and isinstance(config, torch.nn.Module) and not compat.can_route(config):
             raise ValueError(
@@ -70,6 +80,7 @@ class KVCache(compat.Cache):
                 "(policy=None)"
             )
         super().__init__(layers=layers)
+        self._settle_in(pool)
         try:
             attach(config)
         except ValueError:
@@ -82,7 +93,18 @@ class KVCache(compat.Cache):
         """A cache of layers that `make_layers` built, without routing any model."""
         cache = cls.__new__(cls)
         compat.Cache.__init__(cache, layers=layers)
+        pools = [layer.store.pool for layer in layers if _is_paged(layer)]
+        cache._settle_in(pools[0] if pools else None)
         return cache
+
+    def _settle_in(self, pool: Pages | None) -> None:
+        """Remembers where pages are from, and a layer of each table."""
+        self.pool = pool
+        first: dict[int, int] = {}
+        for i, layer in enumerate(self.layers):
+            if _is_paged(layer):
+                first.setdefault(id(layer.store.pages), i)
+        self._tables = tuple(first.values())
 
     def __repr__(self) -> str:
         kinds: dict[str, int] = {}
@@ -108,12 +130,15 @@ class KVCache(compat.Cache):
 
         Raises:
             ValueError: there is no such layer, or the shapes do not fit what the layer holds.
+            OutOfPages: the cache's pool is bounded and full; the cache stays as it was.
         """
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
                 f"layer_idx={layer_idx} is not a layer of this cache; 0 to {len(self.layers) - 1} is accepted"
             )
         layer = self.layers[layer_idx]
+        if self.pool is not None and _is_paged(layer):
+            self._find_pages(layer, key_states, value_states)
         try:
             out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
@@ -124,6 +149,16 @@ class KVCache(compat.Cache):
         if compat.is_sliding(layer) and not layer.record_past:
             _release_window(layer)
         return out
+
+    def _find_pages(self, layer: KVLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Makes sure that all layers have pages for the tokens of a forward, when the first of them gets its own."""
+        ahead = layer.seen + keys.shape[2] if keys.ndim == 4 else None
+        if ahead is None or ahead == self._ready:
+            return
+        layer.check(keys, values)
+        first = [self.layers[i] for i in self._tables]
+        self.pool.serve([one.want(keys.shape[0], ahead - one.seen) for one in first])
+        self._ready = ahead
 
     def _take_back(self, layer_idx: int) -> None:
         """After a layer refused the tokens of a forward: takes them out of the layers before it that can be cropped."""
@@ -172,13 +207,38 @@ class KVCache(compat.Cache):
         for layer in self.layers:
             if isinstance(layer, KVLayer):
                 layer.check_crop(tokens_to_remove)
+        self._ready = None
         # Layers of transformers' may refuse: they go first.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, KVLayer)):
             layer.crop(tokens_to_remove)
 
+    def reset(self) -> None:
+        """As new, for any batch; memory is given back."""
+        self._ready = None
+        super().reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Rows of the batch in the order `beam_idx`."""
+        self._ready = None
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices` (numbers or a boolean mask)."""
+        self._ready = None
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after the other."""
+        self._ready = None
+        super().batch_repeat_interleave(repeats)
+
     def memory(self) -> MemoryReport:
         """Exact bytes held, by kind, and what full precision would hold."""
         return measure(self.layers)
+
+
+def _is_paged(layer: object) -> bool:
+    return isinstance(layer, KVLayer) and isinstance(layer.store, PagedStore)
 
 
 def _release_window(layer) -> None:
@@ -234,7 +294,9 @@ def grouping(name: CodecLike, scheme: str | None, group_size: int | None) -> dic
     return {"scheme": scheme, "group_size": group_size} if takes and (scheme, group_size) != (None, None) else {}
 
 
-def make_layers(config: object, codec, policy, residual=None, sinks=None, layer_codecs=None) -> list:
+def make_layers(
+    config: object, codec, policy, residual=None, sinks=None, layer_codecs=None, pool: Pages | None = None
+) -> list:
     """The layers of a cache for a model or config: ours where attention is full, transformers' own elsewhere.
 
     Raises:
@@ -267,7 +329,7 @@ def make_layers(config: object, codec, policy, residual=None, sinks=None, layer_
     for one in policies:
         if one is not None and not isinstance(one, Policy):
             raise ValueError(f"policy={one!r} is not accepted; pass a kvplug policy such as kvplug.policies.Window")
-    _check_dense_parts(residual, sinks, policy, sides, layer_codecs)
+    _check_dense_parts(residual, sinks, policy, sides, layer_codecs, pool)
     others = {i: get_codecs(one, f"layer_dtypes[{i!r}]") for i, one in (layer_codecs or {}).items()}
     for i in others:
         if i not in full:
@@ -276,9 +338,28 @@ def make_layers(config: object, codec, policy, residual=None, sinks=None, layer_
                 f"{', '.join(map(str, full))}"
             )
     ropes = _ropes(text, full, policies)
+    stores = _paged_stores(pool, full, policies) if pool is not None else {}
     for i, one, rope in zip(full, policies, ropes, strict=True):
-        layers[i] = _make_layer(*others.get(i, sides), one, rope, residual, sinks)
+        layers[i] = _make_layer(*others.get(i, sides), one, rope, residual, sinks, stores.get(i))
     return layers
+
+
+def _paged_stores(pool: Pages, full: list[int], policies: list[Policy | None]) -> dict[int, Callable[..., PagedStore]]:
+    """How the store of each layer is made: those that keep equally many tokens share a table."""
+    tables: dict[object, Table] = {}
+    for policy in policies:
+        if isinstance(policy, Scored) and policy.heads == "adaptive":
+            raise ValueError(
+                "heads='adaptive' can't be had in pages of a pool: its heads share out pages of their own. "
+                "heads='uniform' is accepted, or no pool"
+            )
+        kind = policy.budget if policy is not None else None
+        if kind not in tables:
+            tables[kind] = pool.table(kind)
+    return {
+        i: functools.partial(PagedStore, pool, tables[policy.budget if policy is not None else None], i)
+        for i, policy in zip(full, policies, strict=True)
+    }
 
 
 def get_codecs(codec, argument: str = "codec") -> tuple[Codec, Codec]:
@@ -289,11 +370,17 @@ def get_codecs(codec, argument: str = "codec") -> tuple[Codec, Codec]:
     return get_codec(sides[0], argument), get_codec(sides[1], argument, side="values")
 
 
-def _check_dense_parts(residual, sinks, policy, sides: tuple[Codec, Codec], layer_codecs) -> None:
+def _check_dense_parts(residual, sinks, policy, sides: tuple[Codec, Codec], layer_codecs, pool) -> None:
     for name, value in (("residual", residual), ("sinks", sinks)):
         if value is None:
             continue
         check_count(name, value, 0)
+        if pool is not None:
+            raise ValueError(
+                f"{name}={value!r} can't be had in pages: rows that share a page can't have some of its tokens as they "
+                "are and some encoded, so each token is written by itself, once attention over it is done; None is "
+                "accepted"
+            )
         if policy is not None:
             raise ValueError(
                 f"{name}={value!r} can't be had together with policy={policy!r}: a group of tokens can't lose some of "
@@ -304,7 +391,10 @@ def _check_dense_parts(residual, sinks, policy, sides: tuple[Codec, Codec], laye
             raise ValueError(f"{name}={value!r} is for a codec, and all tokens are kept as they are; None is accepted")
 
 
-def _make_layer(keys: Codec, values: Codec, policy, rope, residual: int | None, sinks: int | None) -> KVLayer:
+def _make_layer(keys: Codec, values: Codec, policy, rope, residual: int | None, sinks: int | None, store) -> KVLayer:
+    if store is not None:
+        kind = ScoredLayer if isinstance(policy, Scored) else KVLayer if policy is None else EvictingLayer
+        return kind(keys.tokenwise(), values.tokenwise(), policy, rope, store)
     if isinstance(policy, Scored):
         kind = AdaptiveLayer if policy.heads == "adaptive" else ScoredLayer
         return kind(keys.tokenwise(), values.tokenwise(), policy, rope)

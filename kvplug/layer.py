@@ -7,6 +7,7 @@ freed and what stays is encoded. Nothing here looks at scores or at bytes.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -15,7 +16,7 @@ from kvplug.codecs import CODECS, Codec, Plain
 from kvplug.padding import nothing_hidden, visible
 from kvplug.policies import Policy
 from kvplug.rope import Rope
-from kvplug.stores import STORES, Store, check_finite
+from kvplug.stores import STORES, Store, Want, check_finite
 from kvplug.view import KVTensor, KVView, Segment, Watch, mark_plain
 
 
@@ -34,6 +35,7 @@ class KVLayer(CacheLayerMixin):
         keys, values: codec of each side.
         policy: which tokens stay, None for all.
         rope: the model's rotation, needed where the policy moves positions.
+        store: makes the store, given what `ContiguousStore` takes.
     """
 
     is_compileable = False
@@ -47,18 +49,19 @@ class KVLayer(CacheLayerMixin):
         values: Codec = CODECS["dense"],
         policy: Policy | None = None,
         rope: Rope | None = None,
+        store: Callable[..., Store] = STORES["contiguous"],
     ):
         # Not the base's __init__: `keys` and `values` are read from the store here.
         self.policy, self.rope = policy, rope
         self._clear()
-        self.store = self._empty_store(keys, values)
+        self.store = self._empty_store(keys, values, store)
         self.exact = isinstance(keys, Plain) and isinstance(values, Plain)
         self.direct = policy is None and self.exact
         self.record_past = False
 
-    def _empty_store(self, keys: Codec, values: Codec) -> Store:
+    def _empty_store(self, keys: Codec, values: Codec, store: Callable[..., Store] = STORES["contiguous"]) -> Store:
         tables = () if self.policy is None else self.tables
-        return STORES["contiguous"](keys, values, limit=self.budget, tables=tables)
+        return store(keys, values, limit=self.budget, tables=tables)
 
     def _clear(self) -> None:
         self.is_initialized = False
@@ -117,7 +120,7 @@ class KVLayer(CacheLayerMixin):
             ValueError: the shapes differ from those in the cache, or a number that is to be encoded is not finite (told
                 on a CPU); the cache stays as it was.
         """
-        self._check(key_states, value_states)
+        self.check(key_states, value_states)
         self.settle()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -130,7 +133,10 @@ class KVLayer(CacheLayerMixin):
             self.store.append(*kept)
             if before == 0:
                 return key_states, value_states
-            return tuple(mark_plain(side.fields["codes"]) for side in self.store.view(0, self.store.length))
+            parts = self.store.parts()
+            if len(parts) > 1 or parts[0].sharing is not None:
+                return KVTensor.of(self._view(tokens))
+            return tuple(mark_plain(side.fields["codes"]) for side in (parts[0].keys, parts[0].values))
         self._take(*kept)
         return KVTensor.of(self._view(tokens))
 
@@ -140,7 +146,8 @@ class KVLayer(CacheLayerMixin):
             keys, values = (torch.cat(pair, dim=2) for pair in zip(self.fresh, (keys, values), strict=True))
         self.fresh = keys, values
 
-    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Raises ValueError, as `update` does, where it would."""
         for name, x in (("key_states", key_states), ("value_states", value_states)):
             if x.ndim != 4:
                 raise ValueError(f"{name} has shape {tuple(x.shape)}; [batch, kv_heads, tokens, head_dim] is accepted")
@@ -171,6 +178,18 @@ class KVLayer(CacheLayerMixin):
             done=self._done,
         )
 
+    def want(self, rows: int, tokens: int) -> Want:
+        """Of a paged store: what it takes to store `tokens` more of each of `rows` rows."""
+        seen, budget = self.seen + tokens, self._most(self.seen + tokens)
+        full = budget is not None and (seen > budget or self.padding is not None)
+        # Under a policy any slot may be reused.
+        first = 0 if full else self.store.length
+        return Want(self.store.pages, rows, first, max(budget if full else seen, self.store.length))
+
+    def _most(self, seen: int) -> int | None:
+        """Most slots that may be in use once `seen` tokens were."""
+        return self.budget
+
     def _watch(self) -> Watch | None:
         """Who wants to see the attention of the forward."""
         return None
@@ -181,8 +200,16 @@ class KVLayer(CacheLayerMixin):
         positions = self.store.positions
         if positions is not None and self.padding is None and before == length:
             positions = None  # nothing was dropped: slot i holds token i
-        keys, values = self.store.view(0, length)
-        return [Segment(keys, values, positions=positions)]
+        return [
+            Segment(
+                part.keys,
+                part.values,
+                start=part.start,
+                positions=None if positions is None else positions[..., part.start : part.start + part.keys.tokens],
+                sharing=part.sharing,
+            )
+            for part in self.store.parts()
+        ]
 
     # After attention
 

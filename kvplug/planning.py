@@ -114,7 +114,8 @@ class Planner:
         for name, value, least in (("tokens", tokens, 0), ("batch", batch, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} is not valid; a whole number of at least {least} is accepted")
-        cache = KVCache.from_layers([copy.deepcopy(layer) for layer, _ in self._first])
+        # Together: layers may share a table of pages.
+        cache = KVCache.from_layers(copy.deepcopy([layer for layer, _ in self._first]))
         for i, (_, handed) in enumerate(self._first):
             _fill(cache, i, handed, tokens, batch)
         layers = [cache.layers[group] for group in self._group]

@@ -54,6 +54,9 @@ class ScoredLayer(EvictingLayer):
             return self.policy.budget
         return None if self._prompt is None else self.policy.tokens(self._prompt)
 
+    def _most(self, seen: int) -> int | None:
+        return self.budget if self.budget is not None else self.policy.tokens(seen)
+
     # In a forward
 
     def _watch(self) -> Watch | None:

@@ -10,8 +10,9 @@ from dataclasses import MISSING, dataclass, fields
 from kvplug.cache import KVCache, make_codecs
 from kvplug.codecs import CODECS, Codec, get_codec
 from kvplug.policies import POLICIES, Policy
+from kvplug.stores.pages import PAGE_SIZE, Pages
 
-NAMES = (*CODECS, "quant", *POLICIES)
+NAMES = (*CODECS, "quant", *POLICIES, "paged")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Composition:
     policy: Policy | None
     residual: int | None = None
     sinks: int | None = None
+    pool: Pages | None = None
 
 
 def parse(spec: str) -> Composition:
@@ -40,6 +42,8 @@ def parse(spec: str) -> Composition:
             kind, value = "policy", _policy(name, arguments)
         elif name == "quant" or name in CODECS:
             kind, value = "codec", _codecs(name, arguments)
+        elif name == "paged":
+            kind, value = "store", _pages(arguments)
         else:
             raise ValueError(f"spec={spec!r}: {name!r} is not a known part; use one of {', '.join(NAMES)}")
         if kind in chosen:
@@ -47,7 +51,12 @@ def parse(spec: str) -> Composition:
         chosen[kind] = (name, value)
     dense = (get_codec(None), get_codec(None))
     codec, counts = chosen.get("codec", ("", (dense, {})))[1]
-    return Composition(codec, chosen.get("policy", ("", None))[1], **counts)
+    return Composition(codec, chosen.get("policy", ("", None))[1], **counts, pool=chosen.get("store", ("", None))[1])
+
+
+def _pages(arguments: dict[str, str]) -> Pages:
+    _refuse_others("paged", arguments, ("page_size",))
+    return Pages(_whole("paged", "page_size", arguments.get("page_size", str(PAGE_SIZE))))
 
 
 def _arguments(spec: str, name: str, rest: str) -> dict[str, str]:
@@ -126,7 +135,7 @@ def from_spec(spec: str, config: object) -> KVCache:
         spec: parts joined by `+`, in any order: a codec (`dense`, `fp8`, `int8`, `int4`, or `quant` with `keys=` and
             `values=`; with `residual=`, `sinks=`, `group_size=` and `scheme=` as in `QuantCache`) and a policy
             (`window`, `streaming`, `h2o`, `snapkv`, `tova`, `keydiff`, `knorm`, `expected_attention`; with the
-            arguments of the cache of that name).
+            arguments of the cache of that name), and `paged`, with `page_size=`.
         config: the model or its config.
 
     Raises:
@@ -137,8 +146,8 @@ def from_spec(spec: str, config: object) -> KVCache:
 
 
 def one_of_each(budget: int = 1024) -> list[str]:
-    """A spec for every codec that keeps all tokens and for every policy, which gets `budget` where it must be told."""
-    specs = list(CODECS)
+    """A spec for every codec, for pages and for every policy, which gets `budget` where it must be told."""
+    specs = [*CODECS, "paged"]
     for name, policy in POLICIES.items():
         arguments = {f.name: budget for f in fields(policy) if f.default is MISSING} | DEFAULTS.get(name, {})
         specs.append(name + ":" + ",".join(f"{key}={value}" for key, value in arguments.items()))

@@ -15,13 +15,58 @@ from kvplug.codecs import CODECS, Encoded, Plain
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """Which of fewer rows of keys and values each row of a batch reads.
+
+    Attributes:
+        which: int64 `[batch]`, the row that each reads.
+        rows, readers: how many rows are read, and by how many rows of the batch at most.
+        order: int64 `[rows * readers]`, the rows of the batch by what they read, filled up with any; None where they
+            are in that order.
+        place: int64 `[batch]`, where in `order` a row of the batch is; None as above.
+    """
+
+    which: torch.Tensor
+    rows: int
+    readers: int
+    order: torch.Tensor | None
+    place: torch.Tensor | None
+
+    @classmethod
+    def of(cls, which: torch.Tensor, rows: int, device: torch.device) -> Sharing:
+        """From `which` on the host; the rest is made for `device`."""
+        counts = which.bincount(minlength=rows)
+        readers = int(counts.max())
+        order = which.argsort(stable=True)
+        first = counts.cumsum(0) - counts
+        place = torch.empty_like(which)
+        place[order] = which[order] * readers + torch.arange(len(which)) - first[which[order]]
+        if readers * rows == len(which) and bool((place == torch.arange(len(which))).all()):
+            return cls(which.to(device), rows, readers, None, None)
+        filled = order[first].repeat_interleave(readers)
+        filled[place] = torch.arange(len(which))
+        return cls(which.to(device), rows, readers, filled.to(device), place.to(device))
+
+    def together(self, x: torch.Tensor) -> torch.Tensor:
+        """`[batch, n, m, …]` → `[rows, n, readers * m, …]`: what reads the same row side by side."""
+        x = x if self.order is None else x.index_select(0, self.order)
+        return x.unflatten(0, (self.rows, self.readers)).transpose(1, 2).flatten(2, 3)
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `together`."""
+        x = x.unflatten(2, (self.readers, -1)).transpose(1, 2).flatten(0, 1)
+        return x if self.place is None else x.index_select(0, self.place)
+
+
+@dataclass(frozen=True)
 class Segment:
     """Keys and values of some tokens.
 
     `positions` `[rows, kv_heads or 1, tokens]` (rows: batch or 1) holds each slot's logical position, -1 for an empty
     slot; None means that the first `sinks` slots hold the tokens 0 … sinks - 1, and the others consecutive tokens from
     `start` on. Where there are `owners` `[batch, pages]` the heads share the slots: keys and values have one row for
-    all of them, and each page of slots belongs to the head that `owners` names (the number of heads: to nobody).
+    all of them, and each page of slots belongs to the head that `owners` names (the number of heads: to nobody). With
+    `sharing` there are fewer rows than in the batch, and it tells which each row reads.
     """
 
     keys: Encoded
@@ -30,10 +75,16 @@ class Segment:
     positions: torch.Tensor | None = None
     sinks: int = 0
     owners: torch.Tensor | None = None
+    sharing: Sharing | None = None
 
     @property
     def tokens(self) -> int:
         return self.keys.tokens
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch, or 1 where they are all alike."""
+        return next(self.keys.tensors()).shape[0] if self.sharing is None else len(self.sharing.which)
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -131,6 +182,8 @@ class KVView:
     def plain(self) -> bool:
         """Whether the view is one run of tokens in the model's dtype: what any attention function takes as it is."""
         only = self.segments[0]
+        if only.sharing is not None:
+            return False
         codecs = (only.keys.codec, only.values.codec)
         return len(self.segments) == 1 and self.in_order and all(isinstance(codec, Plain) for codec in codecs)
 
@@ -160,7 +213,10 @@ class KVView:
         return x.new_zeros(*x.shape[:2], self.seen + 1, x.shape[-1]).scatter_(2, index, x)[:, :, : self.seen]
 
     def _decode(self, side: str) -> torch.Tensor:
-        parts = [getattr(segment, side).decode(self.dtype) for segment in self.segments]
+        parts = []
+        for segment in self.segments:
+            x = getattr(segment, side).decode(self.dtype)
+            parts.append(x if segment.sharing is None else x.index_select(0, segment.sharing.which))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def counted(self, mask: torch.Tensor | None, end: int) -> torch.Tensor | None:
@@ -271,7 +327,7 @@ class KVTensor(torch.Tensor):
     def __new__(cls, view: KVView, side: str, pair: list) -> KVTensor:
         newest: Encoded = getattr(view.segments[-1], side)
         sample = next(newest.tensors())
-        shape = (sample.shape[0], sample.shape[1], view.seen, newest.dim)
+        shape = (view.segments[-1].batch, sample.shape[1], view.seen, newest.dim)
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=view.dtype, device=sample.device)
         handle.kv, handle.side, handle.pair = view, side, pair
         pair.append(None)

@@ -148,6 +148,8 @@ KINDS = [
         lambda m: kvplug.QuantCache(m, "int4", group_size=8, residual=4, sinks=0, layer_dtypes={0: "int3"}),
         (keep("int3 by 8", residual=4, group=8), keep("int4 by 8", residual=4, group=8)),
     ),
+    both("paged", lambda m: kvplug.PagedCache(m, page_size=4), keep()),
+    both("paged_int8", lambda m: kvplug.from_spec("paged:page_size=3+int8", m), keep("int8")),
     both("window", lambda m: kvplug.WindowCache(m, 8), keep(window=8)),
     both("window_int4", lambda m: kvplug.WindowCache(m, 8, codec="int4"), keep("int4", window=8)),
     both("streaming", lambda m: kvplug.StreamingLLMCache(m, 2, 6), keep(sinks=2, window=6, compact=True)),
@@ -204,6 +206,16 @@ KINDS = [
         scored("snapkv", "int8", adaptive=True, **VOTES),
     ),
     both("h2o_int4", lambda m: kvplug.H2OCache(m, 8, sinks=2, codec="int4"), scored("h2o", "int4")),
+    both(
+        "paged_h2o_int4",
+        lambda m: kvplug.from_spec("h2o:budget=8,sinks=2+int4+paged:page_size=3", m),
+        scored("h2o", "int4"),
+    ),
+    Kind(
+        "paged_budgets_by_layer",
+        lambda m: kvplug.PagedCache(m, 4, policy=[Window(10), SinkWindow(2, 4)]),
+        (keep(window=10), keep(sinks=2, window=4, compact=True)),
+    ),
     both("keydiff_share", lambda m: kvplug.KeyDiffCache(m, 0.5, sinks=2), scored("keydiff", budget=0.5)),
     Kind(
         "tova_budgets_by_layer",

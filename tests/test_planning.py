@@ -29,6 +29,8 @@ SPECS = {
     "int3_groups_of_4": "quant:keys=int3,values=int3,group_size=4,residual=0,sinks=0",
     "int8_residual": "int8:residual=3,sinks=2",
     "int8_keys_int4_values": "quant:keys=int8,values=int4,residual=0,sinks=2",
+    "paged": "paged:page_size=4",
+    "paged_int8": "paged:page_size=3+int8",
     "window": "window:window=8",
     "window_int4": "window:window=8+int4",
     "streaming": "streaming:sinks=2,window=6",
@@ -45,6 +47,7 @@ SPECS = {
     "h2o_adaptive": "h2o:budget=8,recent=2,sinks=2,heads=adaptive",
     "snapkv_adaptive_int8": "snapkv:budget=8,sinks=2,observe=4,kernel=3,heads=adaptive+int8",
     "h2o_int4": "h2o:budget=8,sinks=2+int4",
+    "paged_h2o_int4": "h2o:budget=8,sinks=2+int4+paged:page_size=3",
     "keydiff_share": "keydiff:budget=0.5,sinks=2",
 }
 FAMILIES = {

@@ -12,7 +12,7 @@ import torch
 
 from kvplug.codecs import Encoded
 from kvplug.codecs.base import from_planes, to_planes
-from kvplug.view import KVView
+from kvplug.view import KVView, Segment
 
 # Elements of a block of codes, 8 MiB once they are fp32. Smaller ones would fit a core's cache but cost more calls.
 BLOCK_ELEMENTS = 1 << 21
@@ -38,7 +38,7 @@ def attend(
         weights = torch.nn.functional.pad(weights, (0, 0, 0, 1))
     out, start = 0, 0
     for segment in view.segments:
-        out = out + weighted(weights[..., start : start + segment.tokens], segment.values)
+        out = out + _weighted(weights[..., start : start + segment.tokens], segment)
         start += segment.tokens
     return out[:, :, :count].reshape(batch, heads, queries, -1).to(query.dtype)
 
@@ -77,7 +77,7 @@ def _weights(query, view: KVView, mask, scale: float, softcap, sinks) -> torch.T
     if count % 4 == 3:
         # Products of four rows take less time than those of three.
         rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
-    scores = torch.cat([products(rows, segment.keys) for segment in view.segments], dim=-1)
+    scores = torch.cat([_products(rows, segment) for segment in view.segments], dim=-1)
     scores = scores[:, :, :count]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -128,6 +128,22 @@ def _blocks(encoded: Encoded):
     for start in range(0, encoded.tokens, step):
         stop = min(start + step, encoded.tokens)
         yield start, stop, encoded.narrow(start, stop - start).codes()
+
+
+def _products(rows: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """As `products`; keys that several rows of the batch share are read once for all of them."""
+    sharing = segment.sharing
+    if sharing is None:
+        return products(rows, segment.keys)
+    return sharing.apart(products(sharing.together(rows), segment.keys))
+
+
+def _weighted(weights: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """As `weighted`, with values that are shared as `_products` has keys."""
+    sharing = segment.sharing
+    if sharing is None:
+        return weighted(weights, segment.values)
+    return sharing.apart(weighted(sharing.together(weights), segment.values))
 
 
 def products(rows: torch.Tensor, keys: Encoded) -> torch.Tensor:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from kvplug.stores.base import Held, Store
 from kvplug.stores.contiguous import ContiguousStore, check_finite
+from kvplug.stores.paged import PagedStore
+from kvplug.stores.pages import OutOfPages, Pages
 from kvplug.stores.ragged import RaggedStore
 from kvplug.stores.residual import ResidualStore
 from kvplug.stores.slots import Admission, admit
+from kvplug.stores.tables import Want
 
-STORES: dict[str, type[Store]] = {"contiguous": ContiguousStore, "residual": ResidualStore}
+STORES: dict[str, type[Store]] = {"contiguous": ContiguousStore, "paged": PagedStore, "residual": ResidualStore}
 
 __all__ = [
     "STORES",
     "Admission",
     "ContiguousStore",
     "Held",
+    "OutOfPages",
+    "PagedStore",
+    "Pages",
     "RaggedStore",
     "ResidualStore",
     "Store",
+    "Want",
     "admit",
     "check_finite",
 ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvplug.codecs import Encoded
+from kvplug.view import Sharing
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,17 @@ class Held:
     tables: int = 0
     scores: int = 0
     spare: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys and values of all slots from `start` up to the next part; of fewer rows than the batch where rows share them
+    as `sharing` tells."""
+
+    start: int
+    keys: Encoded
+    values: Encoded
+    sharing: Sharing | None = None
 
 
 class Store:
@@ -45,6 +57,10 @@ class Store:
 
     def view(self, start: int, length: int) -> tuple[Encoded, Encoded]:
         """Keys and values of the slots `start : start + length`, not copied."""
+        raise NotImplementedError
+
+    def parts(self) -> list[Part]:
+        """All slots in use, as attention reads them."""
         raise NotImplementedError
 
     def truncate(self, length: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from kvplug.codecs import CODECS, Codec, Encoded, Field, Plain
-from kvplug.stores.base import Held, Store
+from kvplug.stores.base import Held, Part, Store
 from kvplug.stores.slots import Admission
 
 SLAB = 256
@@ -137,6 +137,9 @@ class ContiguousStore(Store):
         self.values.allocate(values)
         self.length = self.capacity = 0
         self.searched = False
+        self._allocate_tables(keys)
+
+    def _allocate_tables(self, keys: torch.Tensor) -> None:
         for name in self.told:
             shape = (1, 1, 0) if name == "positions" else (*keys.shape[:2], 0)
             self.tables[name] = torch.empty(shape, dtype=TABLES[name][0], device=keys.device)
@@ -149,6 +152,10 @@ class ContiguousStore(Store):
         capacity = capacity_for(length, self.limit)
         for side in (self.keys, self.values):
             side.reserve(self.length, capacity)
+        self._reserve_tables(capacity)
+
+    @ordinary_tensors
+    def _reserve_tables(self, capacity: int) -> None:
         for name, table in self.tables.items():
             self.tables[name] = grown(table, self.length, capacity, fill=TABLES[name][1])
         self.capacity = capacity
@@ -168,12 +175,14 @@ class ContiguousStore(Store):
     def search(self, keys: torch.Tensor) -> None:
         """Full precision for all keys where those of the first block have channels that few bits can't hold."""
         self.searched = True
+        if self._too_loud(keys):
+            self.keys = Side(CODECS["dense"])
+            self.keys.allocate(keys)
+            self.keys.reserve(0, self.capacity)
+
+    def _too_loud(self, keys: torch.Tensor) -> bool:
         # A plan has shapes alone.
-        if keys.is_meta or isinstance(self.keys.codec, Plain) or not has_outlier(keys):
-            return
-        self.keys = Side(CODECS["dense"])
-        self.keys.allocate(keys)
-        self.keys.reserve(0, self.capacity)
+        return not (keys.is_meta or isinstance(self.keys.codec, Plain)) and has_outlier(keys)
 
     @property
     def kept_plain(self) -> bool:
@@ -186,12 +195,16 @@ class ContiguousStore(Store):
         self.reserve(self.length + tokens)
         blocks = self.encode(keys, values)
         for side, encoded in zip((self.keys, self.values), blocks, strict=True):
-            side.write(self.length, encoded)
+            self._write(side, encoded)
         if "positions" in self.tables:
             table, first = self.tables["positions"], self.length if start is None else start
             numbers = torch.arange(first, first + tokens, dtype=torch.int32, device=table.device)
             table.narrow(2, self.length, tokens).copy_(numbers)
         self.length += tokens
+
+    def _write(self, side: Side, encoded: dict[str, torch.Tensor]) -> None:
+        """Writes encoded tokens after those that are there."""
+        side.write(self.length, encoded)
 
     def put(
         self, keys: torch.Tensor, values: torch.Tensor, admission: Admission, scores: torch.Tensor | None = None
@@ -199,20 +212,12 @@ class ContiguousStore(Store):
         """Encodes the new tokens that stay and writes each to its slot (see `Admission`), with its score."""
         slots, valid = admission.slots, admission.valid
         batch, heads, tokens = keys.shape[:3]
-
-        def spread(index: torch.Tensor, width: int) -> torch.Tensor:
-            return index[..., None].expand(batch, heads, -1, width)
-
         if tokens > 1:
-            keys, values = (x.gather(2, spread(admission.source, x.shape[-1])) for x in (keys, values))
+            source = admission.source[..., None].expand(batch, heads, -1, -1)
+            keys, values = (x.gather(2, source.expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
         blocks = self.encode(keys, values)
         for side, encoded in zip((self.keys, self.values), blocks, strict=True):
-            for name, block in encoded.items():
-                buffer = side.buffers[name]
-                index = spread(slots, block.shape[-1])
-                if valid is not None:
-                    block = torch.where(spread(valid, block.shape[-1]), block, buffer.gather(2, index))
-                buffer.scatter_(2, index, block)
+            self._scatter(side, encoded, slots, valid)
         told = {"positions": admission.positions}
         if scores is not None:
             told["scores"] = scores.gather(2, admission.source.expand(batch, heads, -1))
@@ -223,6 +228,15 @@ class ContiguousStore(Store):
                 x = torch.where(valid, x, table.gather(2, index))
             table.scatter_(2, index, x.expand_as(index))
 
+    def _scatter(self, side: Side, encoded: dict[str, torch.Tensor], slots: torch.Tensor, valid) -> None:
+        """Writes encoded tokens, `[rows, heads, moves, width]` a field, to their slots, where `valid` says so."""
+        for name, block in encoded.items():
+            buffer = side.buffers[name]
+            index = slots[..., None].expand_as(block)
+            if valid is not None:
+                block = torch.where(valid[..., None], block, buffer.gather(2, index))
+            buffer.scatter_(2, index, block)
+
     @ordinary_tensors
     def part(self, rows: int, heads: int = 1) -> None:
         """Gives each of `rows` rows, and each of `heads` heads, positions of its own."""
@@ -230,6 +244,9 @@ class ContiguousStore(Store):
         shape = max(table.shape[0], rows), max(table.shape[1], heads)
         if shape != table.shape[:2]:
             self.tables["positions"] = table.expand(*shape, -1).clone()
+
+    def parts(self) -> list[Part]:
+        return [Part(0, *self.view(0, self.length))]
 
     def view(self, start: int, length: int) -> tuple[Encoded, Encoded]:
         return self.keys.view(start, length), self.values.view(start, length)
@@ -283,16 +300,20 @@ class ContiguousStore(Store):
         yield from self.tables.values()
 
     def held(self) -> Held:
-        used = {"keys": 0, "values": 0, "scales": 0}
+        return self._held(self.length, self.capacity)
+
+    def _held(self, used: int, slots: int) -> Held:
+        """Bytes where each side has `slots` slots in all, of which `used` are in use."""
+        found = {"keys": 0, "values": 0, "scales": 0}
         total = 0
         for name, side in (("keys", self.keys), ("values", self.values)):
             for f in side.fields.values():
                 buffer = side.buffers[f.name]
-                share = buffer[:, :, : f.rows(self.length)].numel() * buffer.itemsize
-                used[name if f.kind == "codes" else "scales"] += share
-                total += buffer.numel() * buffer.itemsize
+                row = buffer.shape[0] * buffer.shape[1] * f.width * buffer.itemsize
+                found[name if f.kind == "codes" else "scales"] += f.rows(used) * row
+                total += f.rows(slots) * row
         told = {"tables": 0, "scores": 0}
         for name, table in self.tables.items():
             told["scores" if name == "scores" else "tables"] += self.table(name).numel() * table.itemsize
             total += table.numel() * table.itemsize
-        return Held(**used, **told, spare=total - sum(used.values()) - sum(told.values()))
+        return Held(**found, **told, spare=total - sum(found.values()) - sum(told.values()))

@@ -1,0 +1,115 @@
+"""A pool of pages: one arena for all layers that keep equally many tokens, and a bound on all of them together.
+
+Pages are numbers here; a `PagedStore` puts keys and values into them. A page covers the same tokens in all layers that
+keep equally many, so these share one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvplug.stores.arena import Arena
+from kvplug.stores.contiguous import ordinary_tensors
+from kvplug.stores.tables import Table, Want
+
+# Tokens of a page where nobody says.
+PAGE_SIZE = 16
+# Pages that an arena grows by at least.
+LEAST = 4
+
+
+class OutOfPages(RuntimeError):
+    """A bounded pool has no room for the tokens of a forward. Nothing was changed."""
+
+
+def capacity_for(pages: int) -> int:
+    """Pages that an arena has room for when `pages` are held, a function of the number alone, so that it can be
+    planned: at most 3 more, or 1/32 of them where that is more."""
+    slab = max(LEAST, 1 << max(pages // 32, 1).bit_length() - 1)
+    return -(-pages // slab) * slab
+
+
+class Pages:
+    """The arenas of a pool, one for all layers that keep equally many tokens, and how much they may hold together.
+
+    Args:
+        page_size: tokens of a page.
+        max_bytes: most bytes of all buffers, None for any number.
+        token_bytes: bytes of a token in each layer, by its index in the model: what a page will take before any is.
+    """
+
+    def __init__(
+        self, page_size: int = PAGE_SIZE, max_bytes: int | None = None, token_bytes: Mapping[int, int] | None = None
+    ):
+        if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
+            raise ValueError(f"page_size={page_size!r} is not valid; a whole number of at least 1 is accepted")
+        self.page_size, self.max_bytes = page_size, max_bytes
+        self.token_bytes = dict(token_bytes or {})
+        self.arenas: dict[object, Arena] = {}
+
+    def __deepcopy__(self, memo: dict) -> Pages:
+        return self
+
+    def table(self, kind: object) -> Table:
+        """An empty table for layers that keep equally many tokens; those of one `kind` are in one arena."""
+        return Table(self.arenas.setdefault(kind, Arena(self.page_size)))
+
+    def page_bytes(self, arena: Arena) -> int:
+        """Bytes of a page in all layers."""
+        return self.page_size * sum(arena.token_bytes(i) or self.token_bytes.get(i, 0) for i in arena.sides)
+
+    def _used(self, more: Mapping[Arena, int]) -> int:
+        """Bytes that the buffers take once `more` pages are held in an arena."""
+        return sum(
+            max(arena.capacity, arena.held + more.get(arena, 0)) * self.page_bytes(arena)
+            for arena in self.arenas.values()
+        )
+
+    @ordinary_tensors
+    def serve(self, wants: Iterable[Want]) -> None:
+        """Gives each table the pages to write what it wants: all of them or, if they do not fit, none.
+
+        Raises:
+            OutOfPages: the pool is bounded and has no room for them; nothing was changed.
+        """
+        wants = [want for want in wants if not want.table.may_write(want.first, want.slots)]
+        if self.max_bytes is not None:
+            self._find_room(wants)
+        for want in wants:
+            table, arena = want.table, want.table.arena
+            held = arena.held + table.lacks(want)
+            if held > arena.capacity:
+                arena.grow(self._capacity(arena, held))
+            table.serve(want)
+
+    def _find_room(self, wants: list[Want]) -> None:
+        more: dict[Arena, int] = {}
+        while True:
+            more.clear()
+            for want in wants:
+                more[want.table.arena] = more.get(want.table.arena, 0) + want.table.lacks(want)
+            needed = self._used(more)
+            if needed <= self.max_bytes:
+                return
+            if not self.forget():
+                raise OutOfPages(
+                    f"max_bytes={self.max_bytes} of the pool are not enough for the tokens of this forward: they take "
+                    f"{sum(more.values())} more pages of {self.page_size} tokens, {needed} bytes in all. Drop a cache "
+                    "that is not used any more (del cache, or cache.reset()), crop one, or make the pool larger"
+                )
+
+    def _capacity(self, arena: Arena, held: int) -> int:
+        capacity = capacity_for(held)
+        if self.max_bytes is None:
+            return capacity
+        others = self._used({}) - arena.capacity * self.page_bytes(arena)
+        return max(min(capacity, (self.max_bytes - others) // max(self.page_bytes(arena), 1)), held)
+
+    def forget(self) -> bool:
+        """Gives up what nobody needs but might again; False where there is no such thing."""
+        return False
+
+    def check(self) -> None:
+        """Raises AssertionError where a page was lost, or given to two."""
+        for arena in self.arenas.values():
+            arena.check()
