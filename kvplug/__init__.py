@@ -9,6 +9,7 @@ from kvplug.compress import compress
 from kvplug.memory import MemoryReport
 from kvplug.planning import plan
 from kvplug.pool import PagedCache, PagePool
+from kvplug.prefill import prefill
 from kvplug.recipes import (
     DenseCache,
     ExpectedAttentionCache,
@@ -50,6 +51,7 @@ __all__ = [
     "detach",
     "from_spec",
     "plan",
+    "prefill",
 ]
 
 register()

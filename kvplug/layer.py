@@ -106,6 +106,11 @@ class KVLayer(CacheLayerMixin):
         self.store.allocate(key_states, value_states)
         self.is_initialized = True
 
+    def adopt(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, seen: int) -> None:
+        """Goes on from `seen` tokens that the store holds already; `shape` is batch, kv_heads, key and value width."""
+        self.shape, self.dtype, self.device, self.seen = shape, dtype, device, seen
+        self.is_initialized = True
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Takes the keys and values of a forward and returns what its queries attend to.
 

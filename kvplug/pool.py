@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from transformers import PreTrainedConfig
 
 from kvplug import compat
 from kvplug.cache import CodecLike, KVCache, get_codecs
 from kvplug.codecs import Codec
+from kvplug.layer import KVLayer
 from kvplug.memory import human
 from kvplug.policies import Policy
 from kvplug.policies.positional import check_count
+from kvplug.prefixes import Prefixes
 from kvplug.probe import probe
 from kvplug.stores import Pages
 from kvplug.stores.pages import PAGE_SIZE
@@ -47,6 +51,7 @@ class PagePool(Pages):
             check_count("max_bytes", max_bytes, 1)
             sizes = _token_bytes(config, self.codec)
         super().__init__(page_size, max_bytes, sizes)
+        self.prefixes = Prefixes(self.arena(None), page_size)
 
     def __repr__(self) -> str:
         most = "" if self.max_bytes is None else f" of {human(self.max_bytes)}"
@@ -54,13 +59,140 @@ class PagePool(Pages):
 
     @property
     def pages_held(self) -> int:
-        """Pages that caches or known prefixes hold."""
+        """Pages that caches or known prompts hold."""
         return sum(arena.held for arena in self.arenas.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return self._used({})
+
+    def open(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> PagedCache:
+        """A cache that holds what the pool knows of the beginning of some prompts, so that `generate` runs the rest.
+
+        Args:
+            input_ids: `[batch, tokens]`, whole prompts. Each row is looked up by itself; what is taken is as long as
+                the shortest that was found, in whole pages, and leaves at least one token to run.
+            attention_mask: `[batch, tokens]`, 0 for padding, which is on the left.
+
+        Raises:
+            ValueError: an argument is not valid, or the model has layers whose state is not in pages.
+        """
+        rows, padding = _rows(input_ids, attention_mask)
+        cache = PagedCache(self.config, pool=self)
+        _check_all_paged(cache)
+        pages = (input_ids.shape[1] - 1) // self.page_size
+        found = [self.prefixes.find(ids, count, pages) for ids, count in zip(rows, padding, strict=True)]
+        common = min(map(len, found))
+        if common:
+            self._hand_over(cache, torch.tensor([known[:common] for known in found]))
+        cache.prompt = Prompt(rows, padding, cache.layers[cache._tables[0]].store.pages.turn)
+        return cache
+
+    def _hand_over(self, cache: PagedCache, pages: torch.Tensor) -> None:
+        """Gives an empty cache the pages `[rows, pages]`."""
+        table = cache.layers[cache._tables[0]].store.pages
+        table.pages = pages
+        table.arena.hold(pages)
+        for layer in cache.layers:
+            if isinstance(layer, KVLayer):
+                layer.store.rows, layer.store.length = len(pages), pages.shape[1] * self.page_size
+                heads, key_dim, value_dim, dtype, device = table.arena.shapes[layer.store.index]
+                layer.adopt((len(pages), heads, key_dim, value_dim), dtype, device, layer.store.length)
+
+    def keep(
+        self, cache: KVCache, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None
+    ) -> None:
+        """Remembers the full pages of a cache, for `open` to find.
+
+        A bounded pool gives them up when it needs room, those first that were not used for longest and that no cache
+        holds; one that is not bounded keeps them until `clear`.
+
+        Args:
+            cache: one of this pool that keeps all tokens.
+            input_ids: the tokens that it has seen, `[batch, tokens]`, such as what `generate` returned; more are not
+                looked at. None for the prompts that `open` was given.
+            attention_mask: as for `open`; what is longer than it is no padding.
+
+        Raises:
+            ValueError: the cache is not of this pool or drops tokens, or it is not known which tokens it has seen.
+        """
+        if not isinstance(cache, PagedCache) or cache.pool is not self:
+            raise ValueError(
+                f"cache={type(cache).__name__} is not one of this pool; a PagedCache(pool=pool) is accepted"
+            )
+        _check_all_paged(cache)
+        layers = [layer for layer in cache.layers if isinstance(layer, KVLayer)]
+        if any(layer.policy is not None for layer in layers):
+            raise ValueError("cache drops tokens, so its pages are no prompt's; one that keeps all tokens is accepted")
+        table = layers[0].store.pages
+        if input_ids is not None:
+            rows, padding = _rows(input_ids, attention_mask)
+        elif cache.prompt is None or cache.prompt.turn != table.turn:
+            raise ValueError(
+                "input_ids=None is for a cache of open() whose rows are still as they were; the tokens that this one "
+                "has seen, [batch, tokens], are accepted"
+            )
+        else:
+            rows, padding = cache.prompt.rows, cache.prompt.padding
+        if not cache.get_seq_length():
+            return
+        for layer in layers:
+            layer.settle()
+        if len(rows) != layers[0].batch:
+            raise ValueError(
+                f"input_ids has {len(rows)} rows, and the cache has {layers[0].batch}; as many are accepted"
+            )
+        pages = min(len(rows[0]), *(layer.store.length for layer in layers)) // self.page_size
+        for ids, count, own in zip(rows, padding, table.pages[:, :pages].tolist(), strict=True):
+            self.prefixes.add(ids, count, own)
+        # What is known may not be written to any more.
+        table.writable = (0, 0)
+        cache._ready = None
+
+    def clear(self) -> None:
+        """Forgets all prompts; their pages are free once no cache holds them."""
+        self.prefixes.clear()
+
+    def forget(self) -> bool:
+        return self.prefixes.forget()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a cache was opened for: tokens and padding of each row, and the table's turn at that time."""
+
+    rows: list[list[int]]
+    padding: list[int]
+    turn: int
+
+
+def _rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:
+    """The tokens of each row, and how many of them are padding."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or 0 in input_ids.shape:
+        shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise ValueError(f"input_ids={shape} is not accepted; token numbers [batch, tokens], at least 1 each, are")
+    rows = input_ids.tolist()
+    if attention_mask is None:
+        return rows, [0] * len(rows)
+    if attention_mask.ndim != 2 or len(attention_mask) != len(rows) or attention_mask.shape[1] > input_ids.shape[1]:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; that of input_ids, {tuple(input_ids.shape)}, is "
+            "accepted"
+        )
+    hidden = attention_mask == 0
+    if bool((hidden[:, 1:] & ~hidden[:, :-1]).any()):
+        raise ValueError("attention_mask hides tokens that others come before; padding on the left is accepted")
+    return rows, hidden.sum(-1).tolist()
+
+
+def _check_all_paged(cache: KVCache) -> None:
+    for i, layer in enumerate(cache.layers):
+        if not isinstance(layer, KVLayer) and not compat.is_never_written(layer):
+            raise ValueError(
+                f"layer {i} ({type(layer).__name__}) keeps a window or a state that is not in pages, so a prompt can't "
+                "be taken up where it was left; a model whose layers all have full attention is accepted"
+            )
 
 
 class PagedCache(KVCache):
@@ -76,6 +208,9 @@ class PagedCache(KVCache):
     Raises:
         ValueError: an argument is not known, or does not fit the pool.
     """
+
+    # What the pool opened it for.
+    prompt: Prompt | None = None
 
     def __init__(
         self,
@@ -96,6 +231,22 @@ class PagedCache(KVCache):
             names = ", ".join(side.name for side in pool.codec)
             raise ValueError(f"codec={codec!r} is not that of the pool, ({names}); that or None is accepted")
         super().__init__(config, codec=pool.codec, policy=policy, pool=pool)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: it can't be done, and then no layer was changed.
+        """
+        super().crop(tokens_to_remove)
+        if self.prompt is not None:
+            seen = self.get_seq_length()
+            self.prompt = replace(self.prompt, rows=[ids[:seen] for ids in self.prompt.rows])
+
+    def reset(self) -> None:
+        """As new, for any batch; pages are given back."""
+        super().reset()
+        self.prompt = None
 
 
 def _token_bytes(config: object, codec: tuple[Codec, Codec]) -> dict[int, int]:

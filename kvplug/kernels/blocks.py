@@ -12,6 +12,7 @@ import torch
 
 from kvplug.codecs import Encoded
 from kvplug.codecs.base import from_planes, to_planes
+from kvplug.kernels import dense
 from kvplug.view import KVView, Segment
 
 # Elements of a block of codes, 8 MiB once they are fp32. Smaller ones would fit a core's cache but cost more calls.
@@ -29,6 +30,9 @@ def attend(
     """As `reference.attend`, the output alone; the view's watch is shown the weights. Memory is linear in `heads *
     queries * slots`."""
     batch, heads, queries, _ = query.shape
+    shared = any(segment.sharing is not None for segment in view.segments)
+    if shared and mask is None and sinks is None and view.watch is None:
+        return _merged(query, view, scale, softcap)
     weights = _weights(query, view, mask, scale, softcap, sinks)
     if view.watch is not None:
         counted = view.counted(mask, view.tokens)
@@ -41,6 +45,38 @@ def attend(
         out = out + _weighted(weights[..., start : start + segment.tokens], segment)
         start += segment.tokens
     return out[:, :, :count].reshape(batch, heads, queries, -1).to(query.dtype)
+
+
+def _merged(query: torch.Tensor, view: KVView, scale: float, softcap: float | None) -> torch.Tensor:
+    """As `attend` where all slots are seen: each segment by itself, so that what shares keys stays side by side, and
+    then their outputs weighted with the sums of their scores' exponentials."""
+    batch, heads, queries, _ = query.shape
+    kv_heads = view.kv_heads
+    rows = (query.float() * scale).reshape(batch, kv_heads, heads // kv_heads * queries, -1)
+    outs, sums = [], []
+    for segment in view.segments:
+        sharing = segment.sharing
+        own = rows if sharing is None else sharing.together(rows)
+        found = dense.with_sums(own, segment) if softcap is None else None
+        found = found or _with_sums(own, segment, softcap)
+        for kind, x in zip((outs, sums), found, strict=True):
+            kind.append(x if sharing is None else sharing.apart(x))
+    out = outs[0]
+    if len(outs) > 1:
+        share = torch.stack(sums).softmax(0)
+        out = (torch.stack(outs) * share).sum(0)
+    return out.reshape(batch, heads, queries, -1).to(query.dtype)
+
+
+def _with_sums(rows: torch.Tensor, segment: Segment, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `dense.with_sums`, for any codec."""
+    scores = products(rows, segment.keys)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    most = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(most).exp_()
+    total = weights.sum(-1, keepdim=True)
+    return weighted(weights, segment.values) / total, most + total.log()
 
 
 def observe(

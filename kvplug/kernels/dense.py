@@ -9,7 +9,11 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvplug.view import KVView
+from kvplug.codecs import Plain
+from kvplug.view import KVView, Segment
+
+# What torch's own attention uses on a CPU; it also tells the sums that the softmax divided by.
+_FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def attend(query: torch.Tensor, view: KVView, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
@@ -34,3 +38,21 @@ def attend(query: torch.Tensor, view: KVView, mask: torch.Tensor | None, scale: 
             mask = mask.to(query.dtype)
     out = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, queries, -1)
+
+
+def with_sums(rows: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attention of fp32 rows `[batch, kv_heads, rows, head_dim]`, scaled, over a segment that is all seen.
+
+    Returns:
+        The output `[batch, kv_heads, rows, head_dim]` and the logarithm of the sum of the scores' exponentials,
+        `[batch, kv_heads, rows, 1]`; None where torch has no such kernel for the segment.
+    """
+    keys, values = segment.keys, segment.values
+    plain = isinstance(keys.codec, Plain) and isinstance(values.codec, Plain)
+    if _FUSED is None or not plain or rows.device.type != "cpu" or keys.dim != values.dim:
+        return None
+    keys, values = keys.fields["codes"], values.fields["codes"]
+    if not keys.dtype == values.dtype == rows.dtype or not keys.stride(-1) == values.stride(-1) == 1:
+        return None
+    out, total = _FUSED(rows, keys, values, scale=1.0)
+    return out, total[..., None]

@@ -34,6 +34,7 @@ class Arena:
     Attributes:
         refs: how many rows of tables, and entries of an index, hold each page; int64 on the host. 0: it is free.
         sides: keys and values of each layer, by its index in the model.
+        shapes: heads, widths of keys and values, dtype of the model and device of each layer.
         live: the layers that have something in their buffers.
         holders: what holds pages, told when they are numbered anew: see `Holder`.
     """
@@ -42,6 +43,7 @@ class Arena:
         self.page_size = page_size
         self.refs = torch.zeros(0, dtype=torch.int64)
         self.sides: dict[int, tuple[Side, Side]] = {}
+        self.shapes: dict[int, tuple[int, int, int, torch.dtype, torch.device]] = {}
         self.live: set[int] = set()
         self.searched: set[int] = set()
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
@@ -94,6 +96,7 @@ class Arena:
             side.allocate(x[:1])
         if index not in self.live:
             self.sides[index] = new
+            self.shapes[index] = keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device
             self.searched.discard(index)
             return
         for name, one, other in zip(("keys", "values"), held, new, strict=True):

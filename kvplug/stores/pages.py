@@ -52,7 +52,10 @@ class Pages:
 
     def table(self, kind: object) -> Table:
         """An empty table for layers that keep equally many tokens; those of one `kind` are in one arena."""
-        return Table(self.arenas.setdefault(kind, Arena(self.page_size)))
+        return Table(self.arena(kind))
+
+    def arena(self, kind: object) -> Arena:
+        return self.arenas.setdefault(kind, Arena(self.page_size))
 
     def page_bytes(self, arena: Arena) -> int:
         """Bytes of a page in all layers."""

@@ -1,0 +1,121 @@
+"""What a pool remembers of prompts: which page holds which tokens, after which others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvplug.stores.arena import Arena, Holder
+
+
+@dataclass
+class Node:
+    """A page of a known prompt; `key` is what it is found by, and `used` when that was last."""
+
+    page: int
+    number: int
+    key: tuple
+    parent: Node | None
+    used: int
+    children: int = 0
+
+
+class Prefixes(Holder):
+    """A tree of pages. A page is found by its own tokens and by the page before it, and the first one by the number of
+    padding tokens: keys are compared as they are, not by a hash alone, so that no other page can be taken for it.
+
+    Args:
+        arena: where the pages are.
+        page_size: tokens of a page.
+    """
+
+    def __init__(self, arena: Arena, page_size: int):
+        self.arena, self.page_size = arena, page_size
+        self.nodes: dict[tuple, Node] = {}
+        self.time = self.numbers = 0
+        arena.holders.add(self)
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self.arena.holders.add(self)
+        self.arena.hold(torch.tensor(self.held_pages(), dtype=torch.int64))
+
+    def __repr__(self) -> str:
+        return f"Prefixes({len(self.nodes)} pages)"
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.nodes)
+
+    def held_pages(self) -> Iterable[int]:
+        return [node.page for node in self.nodes.values()]
+
+    def rename(self, names: torch.Tensor) -> None:
+        for node in self.nodes.values():
+            node.page = int(names[node.page])
+
+    def _keys(self, ids: Sequence[int], padding: int, pages: int) -> Iterable[tuple]:
+        for start in range(0, pages * self.page_size, self.page_size):
+            yield padding, tuple(ids[start : start + self.page_size])
+
+    def _key(self, parent: Node | None, own: tuple) -> tuple:
+        padding, ids = own
+        return (-1 - padding if parent is None else parent.number), ids
+
+    def find(self, ids: Sequence[int], padding: int, pages: int) -> list[int]:
+        """The known pages that a row begins with, at most `pages`.
+
+        Args:
+            ids: the row's tokens, of which the first `padding` are padding.
+        """
+        self.time += 1
+        found: list[int] = []
+        parent = None
+        for own in self._keys(ids, padding, pages):
+            parent = self.nodes.get(self._key(parent, own))
+            if parent is None:
+                break
+            parent.used = self.time
+            found.append(parent.page)
+        return found
+
+    def add(self, ids: Sequence[int], padding: int, pages: Sequence[int]) -> None:
+        """Remembers the pages of a row; of those that are known already the known one stays."""
+        self.time += 1
+        parent, new = None, []
+        for own, page in zip(self._keys(ids, padding, len(pages)), pages, strict=True):
+            key = self._key(parent, own)
+            node = self.nodes.get(key)
+            if node is None:
+                self.numbers += 1
+                node = self.nodes[key] = Node(page, self.numbers, key, parent, self.time)
+                new.append(page)
+                if parent is not None:
+                    parent.children += 1
+            node.used = self.time
+            parent = node
+        self.arena.hold(torch.tensor(new, dtype=torch.int64))
+
+    def forget(self) -> bool:
+        """Gives up the page that was least recently used of those that no cache holds and none goes on from; False
+        where there is none."""
+        free = [n for n in self.nodes.values() if n.children == 0 and int(self.arena.refs[n.page]) == 1]
+        if not free:
+            return False
+        # Of pages that were used together the last ones of a prompt leave first.
+        self._remove(min(free, key=lambda n: (n.used, -n.number)))
+        return True
+
+    def _remove(self, node: Node) -> None:
+        del self.nodes[node.key]
+        if node.parent is not None:
+            node.parent.children -= 1
+        self.arena.release(torch.tensor([node.page]))
+
+    def clear(self) -> None:
+        """Gives up all."""
+        pages = torch.tensor(self.held_pages(), dtype=torch.int64)
+        self.nodes = {}
+        self.arena.release(pages)
