@@ -15,8 +15,12 @@ from kvplug.codecs import CODECS, Codec, Plain
 from kvplug.padding import nothing_hidden, visible
 from kvplug.policies import Policy
 from kvplug.rope import Rope
-from kvplug.stores import STORES, Store, check_finite
+from kvplug.stores import STORES, State, Store, check_finite
+from kvplug.stores.base import copied, dtype_named, part_of, prefixed
 from kvplug.view import KVTensor, KVView, Segment, Watch, mark_plain
+
+# Tensors of a layer's state, beside those of its store: see `KVLayer._clear`.
+SAVED = ("real", "padding", "fresh.keys", "fresh.values")
 
 
 def _whole(number: object) -> int | None:
@@ -377,6 +381,37 @@ class KVLayer(CacheLayerMixin):
         if self.padding is not None and self.padding.shape[0] > 1:
             self.padding = change(self.padding)
         self.shape = (batch, *self.shape[1:])
+
+    # What a file holds
+
+    def state(self) -> State:
+        """What is held and remembered, all but what the layer was made with. Views: nothing is copied."""
+        self.settle()
+        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        plain = {"seen": self.seen, "recording": self.record_past, "dtype": dtype, "shape": self.shape}
+        if not self.is_initialized:
+            return {}, plain
+        tensors, store = prefixed("store", self.store.state())
+        found = zip(SAVED, (self._real, self.padding, *(self.fresh or (None, None))), strict=True)
+        return tensors | {name: x for name, x in found if x is not None}, plain | store
+
+    def load_state(self, state: State, device: torch.device) -> None:
+        """Goes on, in a new layer that was made alike, from a copy of what `state` gave, on `device`.
+
+        Raises:
+            ValueError: a tensor does not fit.
+        """
+        tensors, plain = state
+        self.seen, self.record_past = plain["seen"], plain["recording"]
+        if plain["shape"] is None:
+            return
+        self.dtype, self.device, self.shape = dtype_named(plain["dtype"]), device, tuple(plain["shape"])
+        batch, heads, *widths = self.shape
+        like = [torch.empty(batch, heads, 0, width, dtype=self.dtype, device=device) for width in widths]
+        self.store.load_state(part_of(state, "store"), *like)
+        self.is_initialized = True
+        self._real, self.padding, *fresh = (copied(tensors, name, device) for name in SAVED)
+        self.fresh = tuple(fresh) if fresh[0] is not None else None
 
     # Devices
 

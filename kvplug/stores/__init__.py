@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.stores.base import Held, Store
+from kvplug.stores.base import Held, State, Store
 from kvplug.stores.contiguous import ContiguousStore, check_finite
 from kvplug.stores.ragged import RaggedStore
 from kvplug.stores.residual import ResidualStore
@@ -17,6 +17,7 @@ __all__ = [
     "Held",
     "RaggedStore",
     "ResidualStore",
+    "State",
     "Store",
     "admit",
     "check_finite",
