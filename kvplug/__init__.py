@@ -20,6 +20,7 @@ from kvplug.recipes import (
     TOVACache,
     WindowCache,
 )
+from kvplug.saving import load
 from kvplug.spec import from_spec
 from kvplug.view import KVTensor, KVView
 
@@ -44,6 +45,7 @@ __all__ = [
     "compress",
     "detach",
     "from_spec",
+    "load",
     "plan",
 ]
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from transformers import PreTrainedConfig
 
-from kvplug import compat
+from kvplug import compat, files
 from kvplug.adaptive import AdaptiveLayer
 from kvplug.attention import attach, configs_of
 from kvplug.codecs import BITS, ROTATING, Codec, Plain, get_codec
 from kvplug.evicting import EvictingLayer
+from kvplug.fingerprint import Fingerprint, fingerprint
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
 from kvplug.policies import Policy, Scored
@@ -23,6 +24,8 @@ from kvplug.policies.positional import check_count
 from kvplug.residual import ResidualLayer
 from kvplug.rope import HINT, Rope, rope_of_layers
 from kvplug.scored import ScoredLayer
+from kvplug.states import layer_state
+from kvplug.stores.base import prefixed
 from kvplug.stores.contiguous import OUTLIER
 from kvplug.stores.residual import defaults
 
@@ -50,6 +53,8 @@ class KVCache(compat.Cache):
 
     # Whether the user was told of layers that keep their keys in full precision.
     _warned = False
+    # Which model the cache is for.
+    fingerprint: Fingerprint | None = None
 
     def __init__(
         self,
@@ -76,6 +81,7 @@ class KVCache(compat.Cache):
             # Without routing the handles decode: slower, and right as long as nothing is evicted.
             if evicting:
                 raise
+        self.fingerprint = fingerprint(config)
 
     @classmethod
     def from_layers(cls, layers: list) -> KVCache:
@@ -179,6 +185,26 @@ class KVCache(compat.Cache):
     def memory(self) -> MemoryReport:
         """Exact bytes held, by kind, and what full precision would hold."""
         return measure(self.layers)
+
+    def save(self, path: files.Path) -> None:
+        """Writes the cache to a file, from which `kvplug.load(path, model)` goes on to the same tokens.
+
+        The file is safetensors: what is held as it is held, without spare capacity, and how the cache was made. It
+        takes the place of an older one only when it is whole and on the disk.
+
+        Raises:
+            ValueError: `path` is a folder, or a layer, policy or codec is none of kvplug's own.
+            OSError: the file can't be written; an older one is as it was.
+        """
+        if self.fingerprint is None:
+            raise ValueError(
+                "a cache that was not made for a model can't be saved; one of a model or config is accepted"
+            )
+        states = [prefixed(str(i), layer_state(layer)) for i, layer in enumerate(self.layers)]
+        tensors = {name: x for found, _ in states for name, x in found.items()}
+        layers = [entry for _, plain in states for entry in plain.values()]
+        header = {"cache": type(self).__name__, "seen": self.get_seq_length(), "warned": self._warned}
+        files.write(path, tensors, {**header, "model": self.fingerprint, "layers": layers})
 
 
 def _release_window(layer) -> None:
