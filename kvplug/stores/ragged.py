@@ -296,4 +296,7 @@ class RaggedStore(ResidualStore):
         sizes = [(x.numel() * x.itemsize, x[:, :, : self.sinks + self.used].numel() * x.itemsize) for x in self.dense]
         dense, used = (sum(each) for each in zip(*sizes, strict=True))
         tables = sum(x.numel() * x.itemsize for x in list(self.tensors())[-5:])
-        return replace(encoded, residual=used, tables=tables, spare=encoded.spare + dense - used)
+        # The table of what is encoded grows with the codes, and what it has for their spare slots is spare too.
+        told = self._encoded_table
+        beyond = told[..., self.encoded.length :].numel() * told.itemsize
+        return replace(encoded, residual=used, tables=tables - beyond, spare=encoded.spare + dense - used + beyond)
