@@ -48,8 +48,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, 
             f"path={os.fspath(path)!r} is in a folder that doesn't exist; one that does is accepted"
         )
     text = json.dumps(header)
-    tensors = {name: x.detach().to("cpu", memory_format=torch.contiguous_format) for name, x in tensors.items()}
-    tensors = {name: x.contiguous() for name, x in tensors.items()}
+    tensors = {name: _alone(x) for name, x in tensors.items()}
     about = {"format": FORMAT, "version": str(VERSION), "header": text, "sha256": _digest(text, tensors)}
     passing = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{secrets.token_hex(8)}.tmp")
     try:
@@ -91,6 +90,12 @@ def read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     if _digest(text, tensors) != about.get("sha256"):
         raise refusal(path, "is damaged: its contents are not what was written", "an unchanged copy is accepted")
     return json.loads(text), tensors
+
+
+def _alone(x: torch.Tensor) -> torch.Tensor:
+    """What `x` shows, on the host and without the rest of the storage that a view shares with others."""
+    x = x.detach().to("cpu").contiguous()
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 def _check_version(path: Path, version: str) -> None:

@@ -5,6 +5,7 @@ Everything is checked before anything is built, and the model is routed last, so
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import torch
@@ -57,7 +58,7 @@ def load(path: Path, model: object) -> KVCache:
     header, tensors = files.read(path)
     try:
         return _built(path, header, tensors, model)
-    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise refusal(path, f"holds what this kvplug can't read ({type(error).__name__}: {error})") from error
 
 
@@ -127,8 +128,9 @@ def _devices(model: object) -> dict[int, torch.device]:
     own = getattr(model, "device", torch.device("cpu"))
     found: dict[int, torch.device] = {}
     for module in model.modules():
-        index, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)
-        if isinstance(index, int) and weight is not None:
-            # Weights that are fetched for each forward tell nothing.
-            found[index] = own if weight.is_meta else weight.device
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int):
+            for weight in itertools.islice(module.parameters(), 1):
+                # Weights that are fetched for each forward tell nothing.
+                found[index] = own if weight.is_meta else weight.device
     return {**found, -1: torch.device("cpu") if own.type == "meta" else own}
