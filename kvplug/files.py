@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 
 import torch
@@ -48,11 +49,15 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, 
             f"path={os.fspath(path)!r} is in a folder that doesn't exist; one that does is accepted"
         )
     text = json.dumps(header)
-    tensors = {name: _alone(x) for name, x in tensors.items()}
-    about = {"format": FORMAT, "version": str(VERSION), "header": text, "sha256": _digest(text, tensors)}
+    tensors = _apart(tensors)
+    about = {"format": FORMAT, "version": str(VERSION), "header": text, "sha256": _digest(VERSION, text, tensors)}
     passing = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{secrets.token_hex(8)}.tmp")
     try:
+        with open(passing, "xb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         save_file(tensors, passing, metadata=about)
+        # Who may read it is as for any new file: safetensors lets nobody else.
+        os.chmod(passing, mode)
         _flush(passing)
         os.replace(passing, target)
     except BaseException as error:
@@ -82,24 +87,32 @@ def read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
             about = file.metadata() or {}
             if about.get("format") != FORMAT:
                 raise refusal(path, f"holds tensors but no {FORMAT}")
-            _check_version(path, about.get("version", ""))
+            version = _version(path, about.get("version", ""))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, UnicodeDecodeError) as error:
         raise refusal(path, f"is not a {FORMAT}, or is damaged ({error})") from error
     text = about.get("header", "")
-    if _digest(text, tensors) != about.get("sha256"):
+    if _digest(version, text, tensors) != about.get("sha256"):
         raise refusal(path, "is damaged: its contents are not what was written", "an unchanged copy is accepted")
     return json.loads(text), tensors
 
 
-def _alone(x: torch.Tensor) -> torch.Tensor:
-    """What `x` shows, on the host and without the rest of the storage that a view shares with others."""
-    x = x.detach().to("cpu").contiguous()
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the tensors show, on the host, each in a storage of its own and without the rest of a view's."""
+    found: dict[str, torch.Tensor] = {}
+    storages = set()
+    for name, x in tensors.items():
+        x = x.detach().to("cpu").contiguous()
+        storage = x.untyped_storage()
+        if storage.nbytes() != x.nbytes or storage.data_ptr() in storages:
+            x = x.clone()
+        found[name] = x
+        storages.add(x.untyped_storage().data_ptr())
+    return found
 
 
-def _check_version(path: Path, version: str) -> None:
-    if not version.isdecimal():
+def _version(path: Path, version: str) -> int:
+    if not version.isdecimal() or int(version) < 1:
         raise refusal(path, f"is damaged: its version is {version!r}")
     if int(version) > VERSION:
         raise refusal(
@@ -107,6 +120,7 @@ def _check_version(path: Path, version: str) -> None:
             f"has version {int(version)} of the format",
             f"up to version {VERSION} is accepted, and a newer kvplug reads more",
         )
+    return int(version)
 
 
 def _flush(path: Path) -> None:
@@ -118,9 +132,9 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of a header and of the names, dtypes, shapes and bytes of the tensors."""
-    found = hashlib.sha256(text.encode())
+def _digest(version: int, text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of a version and a header, and of the names, dtypes, shapes and bytes of the tensors."""
+    found = hashlib.sha256(f"{version}\n{text}".encode())
     for name, x in sorted(tensors.items()):
         found.update(f"\n{name} {x.dtype} {tuple(x.shape)}\n".encode())
         found.update(x.reshape(-1).view(torch.uint8).numpy())

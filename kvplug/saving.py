@@ -56,30 +56,41 @@ def load(path: Path, model: object) -> KVCache:
     """
     configs_of(model)  # raises for what is neither
     header, tensors = files.read(path)
-    try:
-        return _built(path, header, tensors, model)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise refusal(path, f"holds what this kvplug can't read ({type(error).__name__}: {error})") from error
-
-
-def _built(path: Path, header: dict, tensors: dict[str, torch.Tensor], model: object) -> KVCache:
     found = fingerprint(model)
     told = differences(header["model"], found)
     if told:
         raise refusal(
             path, f"is a cache of another model: {'; '.join(told)}", "the model that it was saved with is accepted"
         )
-    entries = header["layers"]
-    ours = [entry for entry in entries if not entry["theirs"]]
-    policies = [made(POLICIES, entry["policy"]) for entry in ours]
-    blank = make_layers(model, None, policies)
-    kinds = [None if isinstance(layer, KVLayer) else type(layer).__name__ for layer in blank]
+    try:
+        layers = _layers(header["layers"], tensors, model)
+        kind, warned = CACHES.get(header["cache"], KVCache), header["warned"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise refusal(path, f"holds what this kvplug can't use ({type(error).__name__}: {error})") from error
+    if any(isinstance(layer, CompressedLayer) for layer in layers):
+        attach(model)
+    else:
+        # Routes the model, or says why that can't be.
+        KVCache(model, policy=[layer.policy for layer in layers if isinstance(layer, KVLayer)])
+    cache = kind.from_layers(layers)
+    cache.fingerprint, cache._warned = found, warned
+    return cache
+
+
+def _layers(entries: list[dict], tensors: dict[str, torch.Tensor], model: object) -> list:
+    """The layers of a cache for a model, from what a file says of them.
+
+    Raises:
+        ValueError: the model's layers are others, or something is not known or does not fit.
+    """
+    policies = [made(POLICIES, entry["policy"]) for entry in entries if not entry["theirs"]]
+    layers = make_layers(model, None, policies)
+    kinds = [None if isinstance(layer, KVLayer) else type(layer).__name__ for layer in layers]
     saved = [entry["kind"] if entry["theirs"] else None for entry in entries]
     if kinds != saved:
-        raise refusal(
-            path,
-            f"has layers of the kinds {saved}, and this transformers gives the model {kinds} (None: full attention)",
-            "the version of transformers that it was saved with is accepted",
+        raise ValueError(
+            f"beside full attention the cache has layers of the kinds {saved}, and this transformers gives the model "
+            f"{kinds}; the version that the cache was saved with is accepted"
         )
     devices = _devices(model)
     default = next(reversed(devices.values()), torch.device("cpu"))
@@ -87,17 +98,10 @@ def _built(path: Path, header: dict, tensors: dict[str, torch.Tensor], model: ob
         state = part_of((tensors, {str(i): entry}), str(i))
         device = devices.get(i, default)
         if entry["theirs"]:
-            load_theirs(blank[i], state, device)
+            load_theirs(layers[i], state, device)
         else:
-            blank[i] = _layer(blank[i], state, device)
-    if any(isinstance(layer, CompressedLayer) for layer in blank):
-        attach(model)
-    else:
-        # Routes the model, or says why that can't be.
-        KVCache(model, policy=policies)
-    cache = CACHES.get(header["cache"], KVCache).from_layers(blank)
-    cache.fingerprint, cache._warned = found, header["warned"]
-    return cache
+            layers[i] = _layer(layers[i], state, device)
+    return layers
 
 
 def _layer(blank: KVLayer, state: State, device: torch.device) -> KVLayer:
