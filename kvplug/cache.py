@@ -190,7 +190,11 @@ class KVCache(compat.Cache):
         """Writes the cache to a file, from which `kvplug.load(path, model)` goes on to the same tokens.
 
         The file is safetensors: what is held as it is held, without spare capacity, and how the cache was made. It
-        takes the place of an older one only when it is whole and on the disk.
+        takes the place of an older one only when it is whole and on the disk. Saving takes as much memory of the host
+        again as is held, and changes nothing.
+
+        Args:
+            path: the file's name, in a folder that exists.
 
         Raises:
             ValueError: `path` is a folder, or a layer, policy or codec is none of kvplug's own.

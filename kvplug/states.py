@@ -24,6 +24,8 @@ CODEC_KINDS: dict[str, type[Codec]] = {
 }
 # What can be saved and built again.
 LAYER_KINDS = ("KVLayer", "ResidualLayer", "EvictingLayer", "ScoredLayer", "AdaptiveLayer", "CompressedLayer")
+# Whose layers build them again by themselves.
+STORE_KINDS = ("ContiguousStore", "ResidualStore", "RaggedStore", "HeadStore", "CompressedStore")
 
 
 def described(part: Codec | Policy | None) -> dict[str, object] | None:
@@ -67,8 +69,10 @@ def layer_state(layer: object) -> State:
         return tensors, {"kind": kind, "theirs": True, "state": _packed(vars(layer), "", tensors)}
     if kind not in LAYER_KINDS:
         raise ValueError(f"a layer of the kind {kind} can't be saved; {', '.join(LAYER_KINDS)} are accepted")
-    tensors, plain = layer.state()
     store = layer.store
+    if type(store).__name__ not in STORE_KINDS:
+        raise ValueError(f"a {type(store).__name__} can't be saved; {', '.join(STORE_KINDS)} are accepted")
+    tensors, plain = layer.state()
     keys, values = (described(codec) for codec in store.codecs)
     made_with = {"keys": keys, "values": values, "policy": described(layer.policy)}
     made_with |= {name: getattr(store, name) for name in ("residual", "sinks") if hasattr(store, name)}

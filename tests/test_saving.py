@@ -27,6 +27,7 @@ from kvplug.compress import WatchedLayer
 from kvplug.layer import KVLayer
 from kvplug.policies import POLICIES, Votes, Window
 from kvplug.residual import ResidualLayer
+from kvplug.stores import ContiguousStore
 from tests import models
 from tests.caches import KINDS, named
 from tests.oracles import feed
@@ -494,6 +495,10 @@ class Own(Window):
     pass
 
 
+class Aside(ContiguousStore):
+    pass
+
+
 def test_what_can_t_be_saved_says_so(model, tmp_path):
     for cache, match in (
         (kvplug.KVCache(model, policy=Own(8)), r"Own\(window=8\) can't be saved; one of window, streaming"),
@@ -501,10 +506,12 @@ def test_what_can_t_be_saved_says_so(model, tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             cache.save(tmp_path / "x")
-    cache = kvplug.KVCache(model)
-    cache.layers[0] = WatchedLayer()
-    with pytest.raises(ValueError, match="WatchedLayer can't be saved"):
-        cache.save(tmp_path / "x")
+    layer, cache = KVLayer(), kvplug.KVCache(model)
+    layer.store = Aside(*layer.store.codecs)
+    for other, match in ((WatchedLayer(), "kind WatchedLayer can't be saved"), (layer, "Aside can't be saved")):
+        cache.layers[0] = other
+        with pytest.raises(ValueError, match=match):
+            cache.save(tmp_path / "x")
     assert os.listdir(tmp_path) == []
 
 
