@@ -22,6 +22,7 @@ from kvplug.recipes import (
     TOVACache,
     WindowCache,
 )
+from kvplug.saving import load
 from kvplug.spec import from_spec
 from kvplug.stores import OutOfPages
 from kvplug.view import KVTensor, KVView
@@ -50,6 +51,7 @@ __all__ = [
     "compress",
     "detach",
     "from_spec",
+    "load",
     "plan",
     "prefill",
 ]

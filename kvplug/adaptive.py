@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvplug.scored import ScoredLayer
+from kvplug.stores import State
 from kvplug.stores.heads import HeadStore, Shares, page_of
 from kvplug.view import Segment
 
@@ -143,6 +144,16 @@ class AdaptiveLayer(ScoredLayer):
         page = page_of(budget)
         shares = Shares.of(rank, kept, slots, page, heads * (budget + page - 1) // page)
         self.store = HeadStore.of(self.store, keys, values, {name: told[name] for name in self.store.told}, shares)
+
+    def state(self) -> State:
+        tensors, plain = super().state()
+        return tensors, {**plain, "shared": self.shared}
+
+    def load_state(self, state: State, device: torch.device) -> None:
+        plain = state[1]
+        if plain["shared"]:
+            self.store = HeadStore(*self.store.codecs, plain["shape"][1], self.store.told)
+        super().load_state(state, device)
 
     def reset(self) -> None:
         if self.shared:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from transformers import PreTrainedConfig
 
-from kvplug import compat
+from kvplug import compat, files
 from kvplug.adaptive import AdaptiveLayer
 from kvplug.attention import attach, configs_of
 from kvplug.codecs import BITS, ROTATING, Codec, Plain, get_codec
 from kvplug.evicting import EvictingLayer
+from kvplug.fingerprint import Fingerprint, fingerprint
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
 from kvplug.policies import Policy, Scored
@@ -24,7 +25,9 @@ from kvplug.policies.positional import check_count
 from kvplug.residual import ResidualLayer
 from kvplug.rope import HINT, Rope, rope_of_layers
 from kvplug.scored import ScoredLayer
+from kvplug.states import layer_state
 from kvplug.stores import PagedStore, Pages
+from kvplug.stores.base import prefixed
 from kvplug.stores.contiguous import OUTLIER
 from kvplug.stores.residual import defaults
 from kvplug.stores.tables import Table
@@ -55,10 +58,11 @@ class KVCache(compat.Cache):
 
     # Whether the user was told of layers that keep their keys in full precision.
     _warned = False
-    # Where the pages are from, one layer of each table, and the tokens seen for which there are pages.
+    # Where pages are from, and the first layer of each table.
     pool: Pages | None = None
     _tables: tuple[int, ...] = ()
-    _ready: int | None = None
+    # Which model the cache is for.
+    fingerprint: Fingerprint | None = None
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class KVCache(compat.Cache):
             # Without routing the handles decode: slower, and right as long as nothing is evicted.
             if evicting:
                 raise
+        self.fingerprint = fingerprint(config)
 
     @classmethod
     def from_layers(cls, layers: list) -> KVCache:
@@ -98,7 +103,7 @@ class KVCache(compat.Cache):
         return cache
 
     def _settle_in(self, pool: Pages | None) -> None:
-        """Remembers where pages are from, and a layer of each table."""
+        """Remembers where pages are from."""
         self.pool = pool
         first: dict[int, int] = {}
         for i, layer in enumerate(self.layers):
@@ -137,8 +142,9 @@ class KVCache(compat.Cache):
                 f"layer_idx={layer_idx} is not a layer of this cache; 0 to {len(self.layers) - 1} is accepted"
             )
         layer = self.layers[layer_idx]
-        if self.pool is not None and _is_paged(layer):
-            self._find_pages(layer, key_states, value_states)
+        if self._tables and layer_idx == self._tables[0] and key_states.ndim == 4:
+            layer.check(key_states, value_states)
+            self._find_pages(key_states.shape[0], layer.seen + key_states.shape[2])
         try:
             out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
@@ -150,15 +156,10 @@ class KVCache(compat.Cache):
             _release_window(layer)
         return out
 
-    def _find_pages(self, layer: KVLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Makes sure that all layers have pages for the tokens of a forward, when the first of them gets its own."""
-        ahead = layer.seen + keys.shape[2] if keys.ndim == 4 else None
-        if ahead is None or ahead == self._ready:
-            return
-        layer.check(keys, values)
+    def _find_pages(self, rows: int, ahead: int) -> None:
+        """Makes sure, when the first layer gets its part of a forward, that all have pages for `ahead` tokens seen."""
         first = [self.layers[i] for i in self._tables]
-        self.pool.serve([one.want(keys.shape[0], ahead - one.seen) for one in first])
-        self._ready = ahead
+        self.pool.serve([layer.want(rows, ahead - layer.seen) for layer in first])
 
     def _take_back(self, layer_idx: int) -> None:
         """After a layer refused the tokens of a forward: takes them out of the layers before it that can be cropped."""
@@ -207,34 +208,37 @@ class KVCache(compat.Cache):
         for layer in self.layers:
             if isinstance(layer, KVLayer):
                 layer.check_crop(tokens_to_remove)
-        self._ready = None
         # Layers of transformers' may refuse: they go first.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, KVLayer)):
             layer.crop(tokens_to_remove)
 
-    def reset(self) -> None:
-        """As new, for any batch; memory is given back."""
-        self._ready = None
-        super().reset()
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Rows of the batch in the order `beam_idx`."""
-        self._ready = None
-        super().reorder_cache(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows `indices` (numbers or a boolean mask)."""
-        self._ready = None
-        super().batch_select_indices(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, one after the other."""
-        self._ready = None
-        super().batch_repeat_interleave(repeats)
-
     def memory(self) -> MemoryReport:
         """Exact bytes held, by kind, and what full precision would hold."""
         return measure(self.layers)
+
+    def save(self, path: files.Path) -> None:
+        """Writes the cache to a file, from which `kvplug.load(path, model)` goes on to the same tokens.
+
+        The file is safetensors: what is held as it is held, without spare capacity, and how the cache was made. It
+        takes the place of an older one only when it is whole and on the disk. Saving takes as much memory of the host
+        again as is held, and changes nothing.
+
+        Args:
+            path: the file's name, in a folder that exists.
+
+        Raises:
+            ValueError: `path` is a folder, or a layer, policy or codec is none of kvplug's own.
+            OSError: the file can't be written; an older one is as it was.
+        """
+        if self.fingerprint is None:
+            raise ValueError(
+                "a cache that was not made for a model can't be saved; one of a model or config is accepted"
+            )
+        states = [prefixed(str(i), layer_state(layer)) for i, layer in enumerate(self.layers)]
+        tensors = {name: x for found, _ in states for name, x in found.items()}
+        layers = [entry for _, plain in states for entry in plain.values()]
+        header = {"cache": type(self).__name__, "seen": self.get_seq_length(), "warned": self._warned}
+        files.write(path, tensors, {**header, "model": self.fingerprint, "layers": layers})
 
 
 def _is_paged(layer: object) -> bool:

@@ -15,6 +15,7 @@ from kvplug import compat
 from kvplug.attention import attach
 from kvplug.cache import CodecLike, KVCache, get_codecs, make_layers
 from kvplug.codecs import Codec
+from kvplug.fingerprint import fingerprint
 from kvplug.layer import KVLayer
 from kvplug.policies.positional import check_count
 from kvplug.policies.scored import PROTECTED, check_budget, order, tokens_of
@@ -199,7 +200,9 @@ def compress(
     kept = _choose([layers[i].most for i in full], mean, min(sinks, mean - recent), recent)
     for i, keep in zip(full, kept, strict=True):
         layers[i] = _compressed(layers[i], keep, sides, page_of(mean))
-    return CompressedCache.from_layers(layers)
+    compressed = CompressedCache.from_layers(layers)
+    compressed.fingerprint = fingerprint(model)
+    return compressed
 
 
 def _unwatched(model: PreTrainedModel) -> ValueError:

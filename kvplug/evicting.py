@@ -10,12 +10,22 @@ import torch
 from kvplug.codecs import CODECS
 from kvplug.layer import KVLayer
 from kvplug.policies import SinkWindow
-from kvplug.stores import admit
+from kvplug.stores import Want, admit
 from kvplug.view import Segment
 
 
 class EvictingLayer(KVLayer):
     """A full-attention layer that keeps what its policy ranks highest, for a whole row the same tokens in each head."""
+
+    def want(self, rows: int, tokens: int) -> Want:
+        """Of a paged store: what it takes to store `tokens` more of each of `rows` rows; any slot may be reused."""
+        seen, budget = self.seen + tokens, self._most(self.seen + tokens)
+        first = self.store.length if seen <= budget and self.padding is None else 0
+        return Want(self.store.pages, rows, first, max(min(seen, budget), self.store.length))
+
+    def _most(self, seen: int) -> int:
+        """Most slots that may be in use once `seen` tokens were."""
+        return self.budget
 
     def _stored(self, before: int) -> list[Segment]:
         [whole] = super()._stored(before)

@@ -16,8 +16,12 @@ from kvplug.codecs import CODECS, Codec, Plain
 from kvplug.padding import nothing_hidden, visible
 from kvplug.policies import Policy
 from kvplug.rope import Rope
-from kvplug.stores import STORES, Store, Want, check_finite
+from kvplug.stores import STORES, State, Store, Want, check_finite
+from kvplug.stores.base import copied, dtype_named, part_of, prefixed
 from kvplug.view import KVTensor, KVView, Segment, Watch, mark_plain
+
+# Tensors of a layer's state, beside those of its store: see `KVLayer._clear`.
+SAVED = ("real", "padding", "fresh.keys", "fresh.values")
 
 
 def _whole(number: object) -> int | None:
@@ -56,8 +60,7 @@ class KVLayer(CacheLayerMixin):
         self._clear()
         self.store = self._empty_store(keys, values, store)
         self.exact = isinstance(keys, Plain) and isinstance(values, Plain)
-        self.direct = policy is None and self.exact
-        self.record_past = False
+        self.direct, self.record_past = policy is None and self.exact, False
 
     def _empty_store(self, keys: Codec, values: Codec, store: Callable[..., Store] = STORES["contiguous"]) -> Store:
         tables = () if self.policy is None else self.tables
@@ -108,8 +111,7 @@ class KVLayer(CacheLayerMixin):
 
     def adopt(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, seen: int) -> None:
         """Goes on from `seen` tokens that the store holds already; `shape` is batch, kv_heads, key and value width."""
-        self.shape, self.dtype, self.device, self.seen = shape, dtype, device, seen
-        self.is_initialized = True
+        self.shape, self.dtype, self.device, self.seen, self.is_initialized = shape, dtype, device, seen, True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Takes the keys and values of a forward and returns what its queries attend to.
@@ -131,8 +133,8 @@ class KVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self.store_device != self.device:
             self.prefetch()
-        tokens = key_states.shape[2]
-        before, self.seen = self.seen, self.seen + tokens
+        before, tokens = self.seen, key_states.shape[2]
+        self.seen += tokens
         kept = key_states.detach().to(self.dtype), value_states.detach().to(self.dtype)
         if self.direct:
             self.store.append(*kept)
@@ -185,15 +187,7 @@ class KVLayer(CacheLayerMixin):
 
     def want(self, rows: int, tokens: int) -> Want:
         """Of a paged store: what it takes to store `tokens` more of each of `rows` rows."""
-        seen, budget = self.seen + tokens, self._most(self.seen + tokens)
-        full = budget is not None and (seen > budget or self.padding is not None)
-        # Under a policy any slot may be reused.
-        first = 0 if full else self.store.length
-        return Want(self.store.pages, rows, first, max(budget if full else seen, self.store.length))
-
-    def _most(self, seen: int) -> int | None:
-        """Most slots that may be in use once `seen` tokens were."""
-        return self.budget
+        return Want(self.store.pages, rows, self.store.length, self.seen + tokens)
 
     def _watch(self) -> Watch | None:
         """Who wants to see the attention of the forward."""
@@ -248,12 +242,9 @@ class KVLayer(CacheLayerMixin):
             self._note_padding(mask)
         if self.record_past and self.policy is not None and not force:
             return
-        keys, values = self.fresh
-        self.fresh = None
-        tokens = keys.shape[2]
-        before = self.seen - tokens
-        real, self._real = self._real, None
-        self._place(keys, values, before, real)
+        (keys, values), real = self.fresh, self._real
+        self.fresh = self._real = None
+        self._place(keys, values, self.seen - keys.shape[2], real)
 
     def _place(self, keys: torch.Tensor, values: torch.Tensor, before: int, real: torch.Tensor | None) -> None:
         """Stores new tokens, the first of which is number `before`; `real` is False for padding, where a mask told."""
@@ -409,6 +400,37 @@ class KVLayer(CacheLayerMixin):
         if self.padding is not None and self.padding.shape[0] > 1:
             self.padding = change(self.padding)
         self.shape = (batch, *self.shape[1:])
+
+    # What a file holds
+
+    def state(self) -> State:
+        """What is held and remembered, all but what the layer was made with. Views: nothing is copied."""
+        self.settle()
+        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        plain = {"seen": self.seen, "recording": self.record_past, "dtype": dtype, "shape": self.shape}
+        if not self.is_initialized:
+            return {}, plain
+        tensors, store = prefixed("store", self.store.state())
+        found = zip(SAVED, (self._real, self.padding, *(self.fresh or (None, None))), strict=True)
+        return tensors | {name: x for name, x in found if x is not None}, plain | store
+
+    def load_state(self, state: State, device: torch.device) -> None:
+        """Goes on, in a new layer that was made alike, from a copy of what `state` gave, on `device`.
+
+        Raises:
+            ValueError: a tensor does not fit.
+        """
+        tensors, plain = state
+        self.seen, self.record_past = plain["seen"], plain["recording"]
+        if plain["shape"] is None:
+            return
+        self.dtype, self.device, self.shape = dtype_named(plain["dtype"]), device, tuple(plain["shape"])
+        batch, heads, *widths = self.shape
+        like = [torch.empty(batch, heads, 0, width, dtype=self.dtype, device=device) for width in widths]
+        self.store.load_state(part_of(state, "store"), *like)
+        self.is_initialized = True
+        self._real, self.padding, *fresh = (copied(tensors, name, device) for name in SAVED)
+        self.fresh = tuple(fresh) if fresh[0] is not None else None
 
     # Devices
 

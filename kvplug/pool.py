@@ -148,7 +148,6 @@ class PagePool(Pages):
             self.prefixes.add(ids, count, own)
         # What is known may not be written to any more.
         table.writable = (0, 0)
-        cache._ready = None
 
     def clear(self) -> None:
         """Forgets all prompts; their pages are free once no cache holds them."""

@@ -9,7 +9,7 @@ import torch
 
 from kvplug.codecs import Codec
 from kvplug.layer import KVLayer
-from kvplug.stores import STORES, RaggedStore
+from kvplug.stores import STORES, RaggedStore, State
 from kvplug.view import KVView, Segment
 
 
@@ -129,6 +129,17 @@ class ResidualLayer(KVLayer):
         if self._real is not None:
             self._real = self._real[:, : self.pending] if self.pending else None
         self.settle(force=True)
+
+    def state(self) -> State:
+        tensors, plain = super().state()
+        return tensors, {**plain, "placed": self._placed, "ragged": self.holes}
+
+    def load_state(self, state: State, device: torch.device) -> None:
+        plain = state[1]
+        if plain["ragged"]:
+            self.store = RaggedStore(*self.store.codecs, self.store.residual, self.store.sinks)
+        super().load_state(state, device)
+        self._placed = plain["placed"]
 
     def reset(self) -> None:
         """As new, for any batch; memory is given back."""

@@ -11,7 +11,8 @@ import torch
 from kvplug.evicting import EvictingLayer
 from kvplug.policies import Scored
 from kvplug.policies.scored import Arrival
-from kvplug.stores import admit
+from kvplug.stores import State, admit
+from kvplug.stores.base import copied, part_of, prefixed
 from kvplug.view import Watch
 
 # Beyond every position.
@@ -54,7 +55,7 @@ class ScoredLayer(EvictingLayer):
             return self.policy.budget
         return None if self._prompt is None else self.policy.tokens(self._prompt)
 
-    def _most(self, seen: int) -> int | None:
+    def _most(self, seen: int) -> int:
         return self.budget if self.budget is not None else self.policy.tokens(seen)
 
     # In a forward
@@ -207,6 +208,24 @@ class ScoredLayer(EvictingLayer):
         for name in ("_by_row", "_sinks_end"):
             if getattr(self, name) is not None:
                 setattr(self, name, change(getattr(self, name)))
+
+    def state(self) -> State:
+        tensors, plain = super().state()
+        found = {"by_row": self._by_row, "sinks_end": self._sinks_end} | prefixed("memo", (self.memo, {}))[0]
+        return tensors | {n: x for n, x in found.items() if x is not None}, {
+            **plain,
+            "prompt": self._prompt,
+            "memo": {},
+        }
+
+    def load_state(self, state: State, device: torch.device) -> None:
+        tensors, plain = state
+        self._prompt = plain["prompt"]
+        self.store.limit = self.budget
+        super().load_state(state, device)
+        self._by_row, self._sinks_end = (copied(tensors, name, device) for name in ("by_row", "sinks_end"))
+        memo = part_of(state, "memo")[0]
+        self.memo = {name: copied(memo, name, device) for name in memo}
 
     def reset(self) -> None:
         """As new, for any batch; memory is given back."""

@@ -16,17 +16,17 @@ import kvplug
 ROOT = Path(kvplug.__file__).parent
 # A room imports only from rooms of a lower floor, or from itself.
 FLOORS = [
-    {"codecs", "compat"},
-    {"view", "rope"},
+    {"codecs", "compat", "files"},
+    {"view", "rope", "fingerprint"},
     {"stores", "policies", "kernels", "sharing", "probe", "padding"},
     {"layer", "attention", "prefixes"},
-    {"memory", "residual", "evicting"},
+    {"memory", "residual", "evicting", "states"},
     {"scored"},
     {"adaptive"},
     {"cache"},
     {"pool", "prefill", "shapes", "compress"},
     {"recipes", "spec"},
-    {"planning"},
+    {"planning", "saving"},
     {"plotting"},
     {"cli"},
     {"__init__", "__main__"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.stores.base import Held, Store
+from kvplug.stores.base import Held, State, Store
 from kvplug.stores.contiguous import ContiguousStore, check_finite
 from kvplug.stores.paged import PagedStore
 from kvplug.stores.pages import OutOfPages, Pages
@@ -23,6 +23,7 @@ __all__ = [
     "Pages",
     "RaggedStore",
     "ResidualStore",
+    "State",
     "Store",
     "Want",
     "admit",

@@ -120,7 +120,8 @@ class Arena:
                 for name in side.buffers:
                     yield side, name
 
-    def _by_page(self, buffer: torch.Tensor) -> torch.Tensor:
+    def by_page(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A buffer as `[1, kv_heads, pages, page_size, width]`."""
         return buffer.unflatten(2, (-1, self.page_size))
 
     @ordinary_tensors
@@ -135,9 +136,9 @@ class Arena:
             before = side.buffers[name]
             after = before.new_zeros(*before.shape[:2], capacity * self.page_size, before.shape[3])
             if len(order):
-                pages = self._by_page(before)
+                pages = self.by_page(before)
                 moved = pages[:, :, : len(order)] if still else pages.index_select(2, order.to(before.device))
-                self._by_page(after)[:, :, : len(order)] = moved
+                self.by_page(after)[:, :, : len(order)] = moved
             side.buffers[name] = after
         refs = self.refs.new_zeros(capacity)
         refs[: len(order)] = self.refs[order]
@@ -149,7 +150,7 @@ class Arena:
         """Copies pages in all layers."""
         indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         for side, name in self._buffers():
-            pages = self._by_page(side.buffers[name])
+            pages = self.by_page(side.buffers[name])
             if pages.device not in indices:
                 indices[pages.device] = source.to(pages.device), target.to(pages.device)
             one, other = indices[pages.device]

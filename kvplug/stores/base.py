@@ -13,6 +13,54 @@ import torch
 from kvplug.codecs import Encoded
 from kvplug.view import Sharing
 
+# Tensors by name, and beside them what JSON can hold.
+State = tuple[dict[str, torch.Tensor], dict[str, object]]
+
+
+def prefixed(name: str, state: State) -> State:
+    """The state of a part, as a part of a larger one."""
+    tensors, plain = state
+    return {f"{name}.{key}": x for key, x in tensors.items()}, {name: plain}
+
+
+def part_of(state: State, name: str) -> State:
+    """The inverse of `prefixed`."""
+    tensors, plain = state
+    start = f"{name}."
+    return {key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}, plain[name]
+
+
+def copied(tensors: dict[str, torch.Tensor], name: str, device: torch.device) -> torch.Tensor | None:
+    """The tensor `name` of a state on `device`, in memory of its own; None where there is none."""
+    return tensors[name].to(device, copy=True) if name in tensors else None
+
+
+def expect(name: str, x: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor `name` of a state, if it is what it has to be; None in `shape` stands for any number.
+
+    Raises:
+        ValueError: its shape or dtype is another.
+    """
+    fits = len(x.shape) == len(shape) and all(b in (None, a) for a, b in zip(x.shape, shape, strict=True))
+    if not fits or x.dtype != dtype:
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(
+            f"the state's {name!r} is {x.dtype} of shape {tuple(x.shape)}; {dtype} of shape ({wanted}) is accepted"
+        )
+    return x
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """torch's dtype of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype={name!r} is not known; the name of one of torch's is accepted")
+    return found
+
 
 @dataclass(frozen=True)
 class Held:
@@ -89,4 +137,19 @@ class Store:
 
     def held(self) -> Held:
         """Exact bytes."""
+        raise NotImplementedError
+
+    def state(self) -> State:
+        """What is held without spare capacity, and what else later steps depend on. Views: nothing is copied."""
+        raise NotImplementedError
+
+    def load_state(self, state: State, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Holds a copy of what `state` of a store that was made alike gave, on the device of `keys`.
+
+        Args:
+            keys, values: `[batch, kv_heads, 0, head_dim]`, as for `allocate`.
+
+        Raises:
+            ValueError: a tensor does not fit.
+        """
         raise NotImplementedError

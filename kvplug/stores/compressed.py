@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 
 from kvplug.codecs import Codec, Encoded
-from kvplug.stores.base import Held, Store
+from kvplug.stores.base import Held, State, Store, part_of, prefixed
 from kvplug.stores.contiguous import ContiguousStore
 from kvplug.stores.heads import HeadStore
 from kvplug.view import Segment
@@ -22,6 +22,10 @@ class CompressedStore(Store):
         self.later = ContiguousStore(keys, values)
 
     positions = None
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        return self.later.codecs
 
     @property
     def keys(self):
@@ -75,6 +79,15 @@ class CompressedStore(Store):
         """Holds what is kept of the context, for one row, and nothing else."""
         self.context.select(torch.zeros(1, dtype=torch.long))
         self.later.reset()
+
+    def state(self) -> State:
+        (tensors, context), (others, later) = (prefixed(n, getattr(self, n).state()) for n in ("context", "later"))
+        return {**tensors, **others}, {**context, **later, "first": self.first}
+
+    def load_state(self, state: State, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.first = state[1]["first"]
+        self.context.load_state(part_of(state, "context"), keys, values)
+        self.later.load_state(part_of(state, "later"), keys, values)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.context.tensors()

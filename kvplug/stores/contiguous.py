@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from kvplug.codecs import CODECS, Codec, Encoded, Field, Plain
-from kvplug.stores.base import Held, Part, Store
+from kvplug.stores.base import Held, Part, State, Store, expect
 from kvplug.stores.slots import Admission
 
 SLAB = 256
@@ -293,6 +293,39 @@ class ContiguousStore(Store):
 
     def reset(self) -> None:
         self.__init__(*self.codecs, self.limit, self.told)
+
+    def state(self) -> State:
+        found = self._tables_state()
+        for side, encoded in zip(("keys", "values"), self.view(0, self.length), strict=True):
+            found |= {f"{side}.{name}": x for name, x in encoded.fields.items()}
+        return found, {"length": self.length, "searched": self.searched, "kept_plain": self.kept_plain}
+
+    def _tables_state(self) -> dict[str, torch.Tensor]:
+        return {f"tables.{name}": self.table(name) for name in self.tables}
+
+    @ordinary_tensors
+    def load_state(self, state: State, keys: torch.Tensor, values: torch.Tensor) -> None:
+        tensors, plain = state
+        length = plain["length"]
+        if plain["kept_plain"]:
+            self.keys = Side(CODECS["dense"])
+        self.allocate(keys, values)
+        self.reserve(length)
+        for name, side in (("keys", self.keys), ("values", self.values)):
+            block = {}
+            for f in side.fields.values():
+                x, shape = tensors[f"{name}.{f.name}"], (*keys.shape[:2], f.rows(length), f.width)
+                block[f.name] = expect(f"{name}.{f.name}", x, shape, f.dtype)
+            side.write(0, block)
+        self._load_tables(tensors, length, keys.device)
+        self.length, self.searched = length, plain["searched"]
+
+    def _load_tables(self, tensors: dict[str, torch.Tensor], length: int, device: torch.device) -> None:
+        self.capacity = capacity_for(length, self.limit)
+        for name, (dtype, empty) in TABLES.items():
+            if name in self.tables:
+                table = expect(f"tables.{name}", tensors[f"tables.{name}"], (None, None, length), dtype)
+                self.tables[name] = grown(table.to(device), length, self.capacity, fill=empty)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.keys.buffers.values()

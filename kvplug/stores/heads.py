@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvplug.codecs import Codec
-from kvplug.stores.base import Held
+from kvplug.stores.base import Held, State, expect
 from kvplug.stores.contiguous import ContiguousStore, ordinary_tensors
 from kvplug.stores.slots import CLOSED, EMPTY, Admission
 
@@ -185,6 +185,18 @@ class HeadStore(ContiguousStore):
     def to(self, device: torch.device | str) -> None:
         super().to(device)
         self.owners = self.owners.to(device, non_blocking=True)
+
+    def state(self) -> State:
+        tensors, plain = super().state()
+        return {**tensors, "owners": self.owners}, plain
+
+    @ordinary_tensors
+    def load_state(self, state: State, keys: torch.Tensor, values: torch.Tensor) -> None:
+        tensors, plain = state
+        self.limit = plain["length"]
+        super().load_state(state, keys[:, :1], values[:, :1])
+        owners = expect("owners", tensors["owners"], (keys.shape[0], None), torch.int16)
+        self.owners = owners.to(keys.device, copy=True)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from super().tensors()

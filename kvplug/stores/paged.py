@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvplug.codecs import CODECS, Codec, Encoded
-from kvplug.stores.base import Held, Part
+from kvplug.stores.base import Held, Part, State, expect
 from kvplug.stores.contiguous import ContiguousStore, Side, capacity_for, ordinary_tensors
 from kvplug.stores.pages import Pages
 from kvplug.stores.tables import Run, Table, Want
@@ -82,10 +82,13 @@ class PagedStore(ContiguousStore):
         arena = self.pages.arena
         arena.searched.add(self.index)
         if self._too_loud(keys):
-            loud = Side(CODECS["dense"])
-            loud.allocate(keys[:1])
-            arena.sides[self.index] = loud, self.values
-            arena.live.discard(self.index)
+            self._keep_plain(keys)
+
+    def _keep_plain(self, keys: torch.Tensor) -> None:
+        arena, loud = self.pages.arena, Side(CODECS["dense"])
+        loud.allocate(keys[:1])
+        arena.sides[self.index] = loud, self.values
+        arena.live.discard(self.index)
 
     def reserve(self, length: int) -> None:
         """Makes room for `length` slots, of which those past the ones in use are to be written."""
@@ -180,6 +183,45 @@ class PagedStore(ContiguousStore):
     def reset(self) -> None:
         self._begin(self.codecs, self.limit, self.told)
         self.pages.trim()
+
+    # Files
+
+    def state(self) -> State:
+        """What the pages hold, each once, and which of them each row has; the last ones with what is spare in them."""
+        pages = self._tables_state()
+        if self.pages.pages is not None:
+            unique, own = self.pages.pages.unique(return_inverse=True)
+            pages["pages"] = own
+            for side, held in zip(("keys", "values"), self.sides, strict=True):
+                for name, x in held.buffers.items():
+                    pages[f"{side}.{name}"] = self.pages.arena.by_page(x).index_select(2, unique.to(x.device))
+        return pages, {"length": self.length, "searched": self.searched, "kept_plain": self.kept_plain}
+
+    @ordinary_tensors
+    def load_state(self, state: State, keys: torch.Tensor, values: torch.Tensor) -> None:
+        tensors, plain = state
+        arena, length = self.pages.arena, plain["length"]
+        self.allocate(keys, values)
+        if plain["kept_plain"] and not self.kept_plain:
+            self._keep_plain(keys)
+        if plain["searched"]:
+            arena.searched.add(self.index)
+        if "pages" in tensors:
+            own = expect("pages", tensors["pages"], (keys.shape[0], None), torch.int64)
+            count = int(own.max()) + 1
+            if self.pages.pages is None:
+                self.pool.found(self.pages, own)
+            names = torch.zeros(count, dtype=torch.int64)
+            names[own.flatten()] = self.pages.pages.flatten()
+            arena.touch(self.index)
+            for side, held in zip(("keys", "values"), self.sides, strict=True):
+                for f in held.fields.values():
+                    name, buffer = f"{side}.{f.name}", held.buffers[f.name]
+                    shape = 1, buffer.shape[1], count, arena.page_size, f.width
+                    x = expect(name, tensors[name], shape, f.dtype).to(buffer.device)
+                    arena.by_page(buffer).index_copy_(2, names.to(buffer.device), x)
+        self._load_tables(tensors, length, keys.device)
+        self.length = length
 
     def held(self) -> Held:
         return self._held(*self._counts())

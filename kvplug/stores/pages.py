@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from kvplug.stores.arena import Arena
 from kvplug.stores.contiguous import ordinary_tensors
 from kvplug.stores.tables import Table, Want
@@ -84,6 +86,20 @@ class Pages:
             if held > arena.capacity:
                 arena.grow(self._capacity(arena, held))
             table.serve(want)
+
+    @ordinary_tensors
+    def found(self, table: Table, own: torch.Tensor) -> None:
+        """Gives an empty table new pages, which its rows share as in `own` `[rows, pages]`, where they count from 0.
+
+        Raises:
+            OutOfPages: as for `serve`.
+        """
+        count = int(own.max()) + 1
+        self.serve([Want(table, 1, 0, count * self.page_size)])
+        taken, table.pages = table.pages[0], table.pages[0][own]
+        table.arena.hold(table.pages)
+        table.arena.release(taken)
+        table.writable = (0, 0)
 
     def _find_room(self, wants: list[Want]) -> None:
         more: dict[Arena, int] = {}

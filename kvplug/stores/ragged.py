@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from kvplug.codecs import Encoded
-from kvplug.stores.base import Held
+from kvplug.stores.base import Held, State, expect, part_of
 from kvplug.stores.contiguous import grown, ordinary_tensors
 from kvplug.stores.residual import PLAIN, ResidualStore
 from kvplug.view import Segment
@@ -257,6 +257,36 @@ class RaggedStore(ResidualStore):
         for name in ("_table", "_encoded_table"):
             setattr(self, name, getattr(self, name).to(device, non_blocking=True))
 
+    @property
+    def _in_use(self) -> int:
+        return self.sinks + self.used
+
+    def state(self) -> State:
+        tensors, plain = super().state()
+        tensors |= {"counts": self.counts, "done": self.done, "columns": self.columns[:, : self._in_use]}
+        tensors["encoded_columns"] = self._encoded_table[..., : self.encoded.length]
+        return tensors, {**plain, "used": self.used}
+
+    @ordinary_tensors
+    def load_state(self, state: State, keys: torch.Tensor, values: torch.Tensor) -> None:
+        tensors, plain = state
+        self.encoded.load_state(part_of(state, "encoded"), keys, values)
+        self.length, self.used = plain["length"], plain["used"]
+        batch, capacity, length = keys.shape[0], self.sinks + self.room, self.encoded.length
+        self.dense = [x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in (keys, values)]
+        self._load_dense(tensors)
+        # On the host, all but the tables.
+        self.counts, self.done = (
+            expect(name, tensors[name], (batch,), torch.long).to("cpu", copy=True) for name in ("counts", "done")
+        )
+        self.columns = torch.full((batch, capacity), -1)
+        columns = expect("columns", tensors["columns"], (batch, self._in_use), torch.long)
+        self.columns[:, : self._in_use] = columns
+        table = expect("encoded_columns", tensors["encoded_columns"], (batch, 1, length), torch.int32)
+        self._encoded_table = grown(table.to(keys.device), length, self.encoded.capacity, fill=-1)
+        self._table = torch.full((batch, 1, capacity), -1, dtype=torch.int32, device=keys.device)
+        self._tell_positions()
+
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from super().tensors()
         yield from (self._table, self._encoded_table, self.counts, self.done, self.columns)
@@ -266,4 +296,7 @@ class RaggedStore(ResidualStore):
         sizes = [(x.numel() * x.itemsize, x[:, :, : self.sinks + self.used].numel() * x.itemsize) for x in self.dense]
         dense, used = (sum(each) for each in zip(*sizes, strict=True))
         tables = sum(x.numel() * x.itemsize for x in list(self.tensors())[-5:])
-        return replace(encoded, residual=used, tables=tables, spare=encoded.spare + dense - used)
+        # The table of what is encoded grows with the codes, and what it has for their spare slots is spare too.
+        told = self._encoded_table
+        beyond = told[..., self.encoded.length :].numel() * told.itemsize
+        return replace(encoded, residual=used, tables=tables - beyond, spare=encoded.spare + dense - used + beyond)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from kvplug.codecs import Codec, Plain
-from kvplug.stores.base import Held, Store
+from kvplug.stores.base import Held, State, Store, expect, part_of, prefixed
 from kvplug.stores.contiguous import ContiguousStore, Side, grown, ordinary_tensors
 from kvplug.view import Segment
 
@@ -247,6 +247,32 @@ class ResidualStore(Store):
 
     def reset(self) -> None:
         self.__init__(*self.codecs, self.residual, self.sinks)
+
+    @property
+    def _in_use(self) -> int:
+        """Dense slots that a later step may read: sinks and tail, and before it what a crop falls back on."""
+        return min(self.length, self.sinks) + max(self.length - self.first, 0)
+
+    def state(self) -> State:
+        tensors, plain = prefixed("encoded", self.encoded.state())
+        for name, x in zip(("keys", "values"), self.dense, strict=True):
+            tensors[f"dense.{name}"] = x[:, :, : self._in_use]
+        return tensors, {**plain, "length": self.length, "settled": self.settled, "first": self.first}
+
+    @ordinary_tensors
+    def load_state(self, state: State, keys: torch.Tensor, values: torch.Tensor) -> None:
+        plain = state[1]
+        self.allocate(keys, values)
+        self.encoded.load_state(part_of(state, "encoded"), keys, values)
+        self.length, self.settled, self.first = (plain[name] for name in ("length", "settled", "first"))
+        self._reserve(self.length)
+        self._load_dense(state[0])
+
+    def _load_dense(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fills the dense buffers, which have room."""
+        for name, x in zip(("dense.keys", "dense.values"), self.dense, strict=True):
+            shape = (*x.shape[:2], self._in_use, x.shape[3])
+            x[:, :, : self._in_use] = expect(name, tensors[name], shape, x.dtype)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.dense

@@ -1,5 +1,5 @@
-"""A pool of pages under a long random life of its caches, against plain lists of tokens: what a row holds is what it was
-given, no page is lost and none is given to two."""
+"""A pool of pages under a long random life of its caches, against plain lists of tokens: what a row holds is what it
+was given, no page is lost and none is given to two."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ MOST = 64
 
 
 def states(rows, start, layer, side):
-    """What a layer stores of the tokens of `rows` from number `start` on: told by token, place, layer and side alone."""
+    """What a layer stores of the tokens of `rows` from number `start` on, told by token, place, layer and side."""
     ids = torch.tensor([row[start:] for row in rows], dtype=torch.float32)
     place = torch.arange(start, start + ids.shape[1])
     x = ids * 1000 + place + 0.25 * layer + 0.5 * side

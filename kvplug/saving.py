@@ -1,0 +1,169 @@
+"""A cache from a file that `cache.save` wrote: it goes on as if it had never been away.
+
+Everything is checked before anything is built, and the model is routed last, so a file that is refused leaves no trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import torch
+from transformers import PreTrainedConfig
+
+from kvplug import files, recipes
+from kvplug.adaptive import AdaptiveLayer
+from kvplug.attention import attach, configs_of
+from kvplug.cache import KVCache, make_layers
+from kvplug.compress import CompressedCache, CompressedLayer
+from kvplug.evicting import EvictingLayer
+from kvplug.files import Path, refusal
+from kvplug.fingerprint import differences, fingerprint
+from kvplug.layer import KVLayer
+from kvplug.policies import POLICIES
+from kvplug.pool import PagedCache, PagePool
+from kvplug.residual import ResidualLayer
+from kvplug.scored import ScoredLayer
+from kvplug.states import CODEC_KINDS, load_theirs, made
+from kvplug.stores import State
+from kvplug.stores.base import dtype_named, part_of
+from kvplug.stores.compressed import CompressedStore
+from kvplug.stores.heads import HeadStore
+
+EVICTING: dict[str, type[EvictingLayer]] = {kind.__name__: kind for kind in (EvictingLayer, ScoredLayer, AdaptiveLayer)}
+CACHES: dict[str, type[KVCache]] = {
+    name: kind
+    for name, kind in {**vars(recipes), "CompressedCache": CompressedCache, "PagedCache": PagedCache}.items()
+    if isinstance(kind, type) and issubclass(kind, KVCache)
+}
+
+
+@torch.inference_mode(False)
+def load(path: Path, model: object, pool: PagePool | None = None) -> KVCache:
+    """The cache that `cache.save(path)` wrote, for the same model: `generate` goes on with it to the same tokens.
+
+    Args:
+        path: the file.
+        model: the model that the cache was for, or its config. It is routed through kvplug, as by a cache's
+            constructor. What is loaded lies on the devices of the model's layers, for a config on the CPU.
+        pool: where the pages of a paged cache are from, of the page size and codec that it was saved with; None for a
+            pool of its own.
+
+    Returns:
+        A cache of the kind that was saved.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is none of `cache.save`, is damaged, was written by a newer version, or belongs to another model;
+            or `model` or `pool` is not one that such a cache can be used with. Nothing was changed.
+        OutOfPages: the pool is bounded and full. Nothing was changed.
+    """
+    configs_of(model)  # raises for what is neither
+    header, tensors = files.read(path)
+    found = fingerprint(model)
+    told = differences(header["model"], found)
+    if told:
+        raise refusal(
+            path, f"is a cache of another model: {'; '.join(told)}", "the model that it was saved with is accepted"
+        )
+    try:
+        layers = _layers(header["layers"], tensors, model, pool)
+        kind, warned = CACHES.get(header["cache"], KVCache), header["warned"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise refusal(path, f"holds what this kvplug can't use ({type(error).__name__}: {error})") from error
+    if any(isinstance(layer, CompressedLayer) for layer in layers):
+        attach(model)
+    else:
+        # Routes the model, or says why that can't be.
+        KVCache(model, policy=[layer.policy for layer in layers if isinstance(layer, KVLayer)])
+    cache = kind.from_layers(layers)
+    cache.fingerprint, cache._warned = found, warned
+    return cache
+
+
+def _layers(entries: list[dict], tensors: dict[str, torch.Tensor], model: object, pool: PagePool | None) -> list:
+    """The layers of a cache for a model, from what a file says of them.
+
+    Raises:
+        ValueError: the model's layers are others, or something is not known or does not fit.
+    """
+    policies = [made(POLICIES, entry["policy"]) for entry in entries if not entry["theirs"]]
+    codecs, pool = _pool(entries, model, pool)
+    layers = make_layers(model, codecs, policies, pool=pool)
+    kinds = [None if isinstance(layer, KVLayer) else type(layer).__name__ for layer in layers]
+    saved = [entry["kind"] if entry["theirs"] else None for entry in entries]
+    if kinds != saved:
+        raise ValueError(
+            f"beside full attention the cache has layers of the kinds {saved}, and this transformers gives the model "
+            f"{kinds}; the version that the cache was saved with is accepted"
+        )
+    devices = _devices(model)
+    default = next(reversed(devices.values()), torch.device("cpu"))
+    for i, entry in enumerate(entries):
+        state = part_of((tensors, {str(i): entry}), str(i))
+        device = devices.get(i, default)
+        if entry["theirs"]:
+            load_theirs(layers[i], state, device)
+        elif pool is not None:
+            layers[i].load_state((state[0], entry["state"]), device)
+        else:
+            layers[i] = _layer(layers[i], state, device)
+    return layers
+
+
+def _pool(entries: list[dict], model: object, pool: PagePool | None) -> tuple[tuple | None, PagePool | None]:
+    """The codecs and the pool of a paged cache; None for others.
+
+    Raises:
+        ValueError: the pool is of another page size or codec, or the cache is in no pages.
+    """
+    ours = [entry for entry in entries if not entry["theirs"]]
+    sizes = {entry.get("page_size") for entry in ours}
+    if sizes == {None}:
+        if pool is not None:
+            raise ValueError("pool is for a cache that was saved in pages; None is accepted")
+        return None, None
+    [size] = sizes
+    # All layers of a pool have the same.
+    codecs = tuple(made(CODEC_KINDS, ours[0][side]) for side in ("keys", "values"))
+    if pool is None:
+        return codecs, PagePool(model, size, codecs)
+    if (pool.page_size, pool.codec) != (size, codecs):
+        raise ValueError(f"pool={pool!r} is not of page_size={size} and codecs {', '.join(map(str, codecs))}")
+    return codecs, pool
+
+
+def _layer(blank: KVLayer, state: State, device: torch.device) -> KVLayer:
+    """A layer of ours. `blank` knows the policy and the rotation."""
+    tensors, entry = state
+    kind, plain = entry["kind"], entry["state"]
+    keys, values = (made(CODEC_KINDS, entry[side]) for side in ("keys", "values"))
+    if kind in EVICTING:
+        layer = EVICTING[kind](keys, values, blank.policy, blank.rope)
+    elif kind == "ResidualLayer":
+        layer = ResidualLayer(keys, values, entry["residual"], entry["sinks"])
+    elif kind == "CompressedLayer":
+        context = HeadStore(keys, values, plain["shape"][1], ("positions",))
+        like = SimpleNamespace(dtype=dtype_named(plain["dtype"]), device=device, shape=plain["shape"])
+        layer = CompressedLayer(CompressedStore(keys, values, context, plain["store"]["first"]), like)
+    elif kind == "KVLayer":
+        layer = KVLayer(keys, values)
+    else:
+        raise ValueError(f"a layer of the kind {kind!r} is not known")
+    layer.load_state((tensors, plain), device)
+    return layer
+
+
+def _devices(model: object) -> dict[int, torch.device]:
+    """The device of each layer's attention, by the layer's index; of what has no index the model's, last."""
+    if isinstance(model, PreTrainedConfig):
+        return {}
+    own = getattr(model, "device", torch.device("cpu"))
+    found: dict[int, torch.device] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int):
+            for weight in itertools.islice(module.parameters(), 1):
+                # Weights that are fetched for each forward tell nothing.
+                found[index] = own if weight.is_meta else weight.device
+    return {**found, -1: torch.device("cpu") if own.type == "meta" else own}
