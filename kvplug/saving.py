@@ -57,16 +57,16 @@ def load(path: Path, model: object) -> KVCache:
     configs_of(model)  # raises for what is neither
     header, tensors = files.read(path)
     found = fingerprint(model)
-    told = differences(header["model"], found)
+    try:
+        told = differences(header["model"], found)
+        layers = [] if told else _layers(header["layers"], tensors, model)
+        kind, warned = CACHES.get(header["cache"], KVCache), header["warned"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise refusal(path, f"holds what this kvplug can't use ({type(error).__name__}: {error})") from error
     if told:
         raise refusal(
             path, f"is a cache of another model: {'; '.join(told)}", "the model that it was saved with is accepted"
         )
-    try:
-        layers = _layers(header["layers"], tensors, model)
-        kind, warned = CACHES.get(header["cache"], KVCache), header["warned"]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise refusal(path, f"holds what this kvplug can't use ({type(error).__name__}: {error})") from error
     if any(isinstance(layer, CompressedLayer) for layer in layers):
         attach(model)
     else:
