@@ -273,6 +273,19 @@ def test_the_file_is_on_the_disk_before_it_takes_the_other_s_place(cache, path, 
     assert done == [False, str(path.parent), True], "the file, then its name, then the folder"
 
 
+def test_copies_to_the_host_are_over_before_they_are_read(cache, path, monkeypatch):
+    """An offload begins them and goes on; none is waited for where all lies on the host."""
+    done, write = [], files.write
+    monkeypatch.setattr(torch.accelerator, "synchronize", done.append)
+    monkeypatch.setattr(files, "write", lambda *args: (done.append("write"), write(*args)))
+    cache.save(path)
+    assert done == ["write"]
+    for layer in cache.layers:
+        layer.device = torch.device("cuda:1")
+    cache.save(path)
+    assert done[1:] == [torch.device("cuda:1"), "write"]
+
+
 def test_where_a_cache_can_t_be_written(cache, tmp_path):
     with pytest.raises(ValueError, match="is a folder; the name of a file is accepted"):
         cache.save(tmp_path)
