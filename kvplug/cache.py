@@ -25,7 +25,7 @@ from kvplug.policies.positional import check_count
 from kvplug.residual import ResidualLayer
 from kvplug.rope import HINT, Rope, rope_of_layers
 from kvplug.scored import ScoredLayer
-from kvplug.states import layer_state
+from kvplug.states import finish_copies, layer_state
 from kvplug.stores import PagedStore, Pages
 from kvplug.stores.base import prefixed
 from kvplug.stores.contiguous import OUTLIER
@@ -234,6 +234,7 @@ class KVCache(compat.Cache):
             raise ValueError(
                 "a cache that was not made for a model can't be saved; one of a model or config is accepted"
             )
+        finish_copies(self.layers)
         states = [prefixed(str(i), layer_state(layer)) for i, layer in enumerate(self.layers)]
         tensors = {name: x for found, _ in states for name, x in found.items()}
         layers = [entry for _, plain in states for entry in plain.values()]

@@ -61,16 +61,16 @@ def load(path: Path, model: object, pool: PagePool | None = None) -> KVCache:
     configs_of(model)  # raises for what is neither
     header, tensors = files.read(path)
     found = fingerprint(model)
-    told = differences(header["model"], found)
+    try:
+        told = differences(header["model"], found)
+        layers = [] if told else _layers(header["layers"], tensors, model, pool)
+        kind, warned = CACHES.get(header["cache"], KVCache), header["warned"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise refusal(path, f"holds what this kvplug can't use ({type(error).__name__}: {error})") from error
     if told:
         raise refusal(
             path, f"is a cache of another model: {'; '.join(told)}", "the model that it was saved with is accepted"
         )
-    try:
-        layers = _layers(header["layers"], tensors, model, pool)
-        kind, warned = CACHES.get(header["cache"], KVCache), header["warned"]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise refusal(path, f"holds what this kvplug can't use ({type(error).__name__}: {error})") from error
     if any(isinstance(layer, CompressedLayer) for layer in layers):
         attach(model)
     else:
@@ -89,7 +89,7 @@ def _layers(entries: list[dict], tensors: dict[str, torch.Tensor], model: object
     """
     policies = [made(POLICIES, entry["policy"]) for entry in entries if not entry["theirs"]]
     codecs, pool = _pool(entries, model, pool)
-    layers = make_layers(model, codecs, policies, pool=pool)
+    layers = make_layers(model, None, policies, layer_codecs=codecs, pool=pool)
     kinds = [None if isinstance(layer, KVLayer) else type(layer).__name__ for layer in layers]
     saved = [entry["kind"] if entry["theirs"] else None for entry in entries]
     if kinds != saved:
@@ -111,25 +111,25 @@ def _layers(entries: list[dict], tensors: dict[str, torch.Tensor], model: object
     return layers
 
 
-def _pool(entries: list[dict], model: object, pool: PagePool | None) -> tuple[tuple | None, PagePool | None]:
-    """The codecs and the pool of a paged cache; None for others.
+def _pool(entries: list[dict], model: object, pool: PagePool | None) -> tuple[dict[int, tuple], PagePool | None]:
+    """The codecs of each layer and the pool of a paged cache; none for others.
 
     Raises:
         ValueError: the pool is of another page size or codec, or the cache is in no pages.
     """
-    ours = [entry for entry in entries if not entry["theirs"]]
-    sizes = {entry.get("page_size") for entry in ours}
-    if sizes == {None}:
+    ours = {i: entry for i, entry in enumerate(entries) if not entry["theirs"]}
+    [size] = {entry.get("page_size") for entry in ours.values()}
+    if size is None:
         if pool is not None:
-            raise ValueError("pool is for a cache that was saved in pages; None is accepted")
-        return None, None
-    [size] = sizes
-    # All layers of a pool have the same.
-    codecs = tuple(made(CODEC_KINDS, ours[0][side]) for side in ("keys", "values"))
+            raise ValueError("pool is for a cache that was saved in pages, which it was not; None is accepted")
+        return {}, None
+    codecs = {i: tuple(made(CODEC_KINDS, entry[side]) for side in ("keys", "values")) for i, entry in ours.items()}
+    first = next(iter(codecs.values()))
     if pool is None:
-        return codecs, PagePool(model, size, codecs)
-    if (pool.page_size, pool.codec) != (size, codecs):
-        raise ValueError(f"pool={pool!r} is not of page_size={size} and codecs {', '.join(map(str, codecs))}")
+        return codecs, PagePool(model, size, first)
+    if (pool.page_size, pool.codec) != (size, first):
+        names = ", ".join(codec.name for codec in first)
+        raise ValueError(f"it needs a pool of page_size={size} and codec ({names}), and pool={pool!r} is another")
     return codecs, pool
 
 

@@ -57,6 +57,14 @@ def made(kinds: Mapping[str, type], described: dict[str, object] | None) -> Code
     return kinds[name](**described["fields"])
 
 
+def finish_copies(layers: list) -> None:
+    """Waits for what `offload` copies to the host, which goes on by itself."""
+    found = {device for layer in layers if (device := getattr(layer, "device", None)) is not None}
+    for device in found:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)
+
+
 def layer_state(layer: object) -> State:
     """All that makes a layer of a cache, ours or one of transformers'.
 

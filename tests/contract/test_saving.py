@@ -160,6 +160,20 @@ def test_tokens_that_attention_never_read(model, kind, tmp_path):
     assert_alike(((model, cache), (other, twin)), models.tokens(2, 6), [1, 5])
 
 
+@pytest.mark.parametrize("kind", **named(KINDS))
+def test_initialized_early_and_under_inference_mode(model, kind, tmp_path):
+    """Shapes without tokens are kept too. What was loaded under `inference_mode` can be written to outside of it."""
+    cache, other = kind.make(model), models.tiny_llama()
+    cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+    twin = through_a_file(cache, tmp_path, other)
+    assert twin.is_initialized
+    ids = models.tokens(2, 20)
+    with torch.inference_mode():
+        assert_alike(((model, cache), (other, twin)), ids[:, :13], [12, 1])
+        twin = through_a_file(cache, tmp_path, other)
+    assert_alike(((model, cache), (other, twin)), ids[:, 13:], [1, 4, 2])
+
+
 SPECS = ["int4:group_size=8,residual=3,sinks=1", "window:window=8+int8", "h2o:budget=8,heads=adaptive"]
 
 
