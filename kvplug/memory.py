@@ -17,13 +17,17 @@ from kvplug.layer import KVLayer
 class MemoryReport:
     """Bytes of a cache, by kind, for the whole batch and all layers.
 
+    A page that several rows hold counts once. The books of a pool do not count: 8 bytes on the host for each page of a
+    row, and as many for each slot that has to be gathered.
+
     Attributes:
         keys, values: the codes; for full precision the K and V themselves.
         scales: scales and zero points.
         residual: tokens kept in the model's dtype beside the codes, those of an unfinished forward included.
         tables: logical positions of slots, counts of padding, states of linear attention.
         scores: state of eviction policies.
-        spare: capacity that is reserved and holds nothing.
+        spare: capacity that is reserved and holds nothing. Of a pool that several caches are in, only the rest of this
+            one's own last pages.
         tokens_seen: tokens a row has been given.
         tokens_kept: token slots in use for a row, a mean over the layers where they differ.
         elements: scalars of K and V that are kept, for the whole batch.
