@@ -21,7 +21,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt PIP_BUILD_
 help:
 	@echo "make demo    quality against memory of every cache on a small real model (about four minutes on two cores)"
 	@echo "make test    lint, all tests, and the contract tests once more on transformers $(OLDEST_TRANSFORMERS)"
-	@echo "make bench   decode time per token against DynamicCache at 4,096 and 16,384 tokens"
+	@echo "make bench   decode time per token against DynamicCache at 4,096 and 16,384 tokens, and what pages save"
 	@echo "make lint    ruff check and ruff format --check;   make format  apply both"
 	@echo "make clean   remove everything that these commands made here"
 
@@ -61,6 +61,7 @@ demo: $(READY)
 
 bench: $(READY)
 	@$(PY) -m evals.throughput
+	@$(PY) -m evals.paging
 
 clean:
 	rm -rf $(VENV) .oldest build dist results .pytest_cache .ruff_cache .hypothesis
