@@ -26,7 +26,7 @@ from kvplug.residual import ResidualLayer
 from kvplug.rope import HINT, Rope, rope_of_layers
 from kvplug.scored import ScoredLayer
 from kvplug.states import finish_copies, layer_state
-from kvplug.stores import PagedStore, Pages
+from kvplug.stores import OutOfPages, PagedStore, Pages
 from kvplug.stores.base import prefixed
 from kvplug.stores.contiguous import OUTLIER
 from kvplug.stores.residual import defaults
@@ -58,9 +58,10 @@ class KVCache(compat.Cache):
 
     # Whether the user was told of layers that keep their keys in full precision.
     _warned = False
-    # Where pages are from, and the first layer of each table.
+    # Where pages are from, the first layer of each table, and the layer that a forward comes to first.
     pool: Pages | None = None
     _tables: tuple[int, ...] = ()
+    _first: int | None = None
     # Which model the cache is for.
     fingerprint: Fingerprint | None = None
 
@@ -110,6 +111,10 @@ class KVCache(compat.Cache):
             if _is_paged(layer):
                 first.setdefault(id(layer.store.pages), i)
         self._tables = tuple(first.values())
+        if first:
+            # Windows of a hybrid model come before or after; none may have taken tokens that others have no pages for.
+            full = min(self._tables)
+            self._first = next((i for i, layer in enumerate(self.layers[:full]) if compat.is_sliding(layer)), full)
 
     def __repr__(self) -> str:
         kinds: dict[str, int] = {}
@@ -142,9 +147,8 @@ class KVCache(compat.Cache):
                 f"layer_idx={layer_idx} is not a layer of this cache; 0 to {len(self.layers) - 1} is accepted"
             )
         layer = self.layers[layer_idx]
-        if self._tables and layer_idx == self._tables[0] and key_states.ndim == 4:
-            layer.check(key_states, value_states)
-            self._find_pages(key_states.shape[0], layer.seen + key_states.shape[2])
+        if layer_idx == self._first:
+            self._find_pages(layer, key_states, value_states)
         try:
             out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
@@ -156,10 +160,23 @@ class KVCache(compat.Cache):
             _release_window(layer)
         return out
 
-    def _find_pages(self, rows: int, ahead: int) -> None:
-        """Makes sure, when the first layer gets its part of a forward, that all have pages for `ahead` tokens seen."""
+    def _find_pages(self, layer: object, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Makes sure, when the first layer gets its part of a forward, that all have pages for theirs."""
         first = [self.layers[i] for i in self._tables]
-        self.pool.serve([layer.want(rows, ahead - layer.seen) for layer in first])
+        new = layer is first[0] and not layer.is_initialized
+        if layer is first[0]:
+            layer.check(keys, values)
+            if new:
+                layer.lazy_initialization(keys, values)
+        for one in first:
+            if one.is_initialized:
+                one.store.check_pool()
+        try:
+            self.pool.serve([one.want(keys.shape[0], keys.shape[2]) for one in first])
+        except OutOfPages:
+            if new:
+                layer.reset()
+            raise
 
     def _take_back(self, layer_idx: int) -> None:
         """After a layer refused the tokens of a forward: takes them out of the layers before it that can be cropped."""

@@ -20,7 +20,8 @@ class EvictingLayer(KVLayer):
     def want(self, rows: int, tokens: int) -> Want:
         """Of a paged store: what it takes to store `tokens` more of each of `rows` rows; any slot may be reused."""
         seen, budget = self.seen + tokens, self._most(self.seen + tokens)
-        first = self.store.length if seen <= budget and self.padding is None else 0
+        # Of several tokens some may turn out to be padding, and then any slot may be reused too.
+        first = self.store.length if seen <= budget and self.padding is None and tokens == 1 else 0
         return Want(self.store.pages, rows, first, max(min(seen, budget), self.store.length))
 
     def _most(self, seen: int) -> int:

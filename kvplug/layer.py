@@ -104,9 +104,9 @@ class KVLayer(CacheLayerMixin):
     # What transformers calls in a forward
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.store.allocate(key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.shape = (*key_states.shape[:2], key_states.shape[-1], value_states.shape[-1])
-        self.store.allocate(key_states, value_states)
         self.is_initialized = True
 
     def adopt(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, seen: int) -> None:

@@ -29,3 +29,20 @@ def nothing_hidden(mask: torch.Tensor, start: int, stop: int) -> bool:
         answer = bool(visible(mask, start, stop).all())
         _last_mask = (weakref.ref(mask), (start, stop, version), answer)
     return answer
+
+
+def check_left_padding(attention_mask: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """Where a mask for prompts hides tokens, bool `[batch, tokens]`.
+
+    Raises:
+        ValueError: it is no mask of the prompts' shape, or hides tokens that others come before.
+    """
+    shape = tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__
+    if shape != tuple(input_ids.shape):
+        raise ValueError(
+            f"attention_mask={shape} is not accepted; a mask of input_ids' shape, {tuple(input_ids.shape)}, is"
+        )
+    hidden = attention_mask == 0
+    if bool((hidden[:, 1:] & ~hidden[:, :-1]).any()):
+        raise ValueError("attention_mask hides tokens that others come before; padding on the left is accepted")
+    return hidden

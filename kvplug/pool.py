@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig
 
 from kvplug import compat
+from kvplug.attention import configs_of
 from kvplug.cache import CodecLike, KVCache, get_codecs
 from kvplug.codecs import Codec
+from kvplug.fingerprint import Fingerprint, differences, fingerprint
 from kvplug.layer import KVLayer
 from kvplug.memory import human
+from kvplug.padding import check_left_padding
 from kvplug.policies import Policy
 from kvplug.policies.positional import check_count
 from kvplug.prefixes import Prefixes
 from kvplug.probe import probe
 from kvplug.stores import Pages
+from kvplug.stores.arena import Arena
 from kvplug.stores.pages import PAGE_SIZE
 
 
 class PagePool(Pages):
-    """Pages for any number of caches of one model. Rows and caches that begin alike can hold the same pages.
+    """Pages for any number of caches of one model. Rows and caches that begin alike can hold the same pages. Not for
+    several threads at a time.
 
     After Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023
     (arXiv:2309.06180).
@@ -31,7 +37,7 @@ class PagePool(Pages):
         page_size: tokens of a page.
         codec: storage of keys and values, each token by itself; for all caches of the pool.
         max_bytes: most bytes that its buffers may take, None for any number. A growing buffer is there twice for a
-            moment; that is not counted.
+            moment, and keys that a codec can't hold take more than was planned; neither is counted.
 
     Raises:
         ValueError: an argument is not valid, or a layer's size is not known and `max_bytes` is given.
@@ -44,7 +50,10 @@ class PagePool(Pages):
         codec: CodecLike | tuple[CodecLike, CodecLike] = None,
         max_bytes: int | None = None,
     ):
-        self.config = config
+        self.fingerprint = fingerprint(config) if configs_of(config) else None
+        # A pool does not keep its model alive.
+        self._model = weakref.ref(config)
+        self._config = config if isinstance(config, PreTrainedConfig) else config.config
         self.codec = tuple(side.tokenwise() for side in get_codecs(codec))
         sizes = {}
         if max_bytes is not None:
@@ -52,6 +61,24 @@ class PagePool(Pages):
             sizes = _token_bytes(config, self.codec)
         super().__init__(page_size, max_bytes, sizes)
         self.prefixes = Prefixes(self.arena(None), page_size)
+
+    def __getstate__(self) -> dict:
+        return {**vars(self), "_model": None}
+
+    @property
+    def config(self) -> object:
+        """The model, while it lives, else its config."""
+        model = None if self._model is None else self._model()
+        return self._config if model is None else model
+
+    def check_model(self, found: Fingerprint) -> None:
+        """Raises ValueError where a model is another than the pool's."""
+        told = differences(self.fingerprint, found)
+        if told:
+            raise ValueError(
+                f"pool={self!r} is of another model: {'; '.join(told)}. One pool is for one model; the model that it "
+                "was made for is accepted"
+            )
 
     def __repr__(self) -> str:
         most = "" if self.max_bytes is None else f" of {human(self.max_bytes)}"
@@ -98,6 +125,7 @@ class PagePool(Pages):
             if isinstance(layer, KVLayer):
                 layer.store.rows, layer.store.length = len(pages), pages.shape[1] * self.page_size
                 heads, key_dim, value_dim, dtype, device = table.arena.shapes[layer.store.index]
+                layer.store.shape = table.arena.shapes[layer.store.index]
                 layer.adopt((len(pages), heads, key_dim, value_dim), dtype, device, layer.store.length)
 
     def keep(
@@ -110,9 +138,10 @@ class PagePool(Pages):
 
         Args:
             cache: one of this pool that keeps all tokens.
-            input_ids: the tokens that it has seen, `[batch, tokens]`, such as what `generate` returned; more are not
-                looked at. None for the prompts that `open` was given.
-            attention_mask: as for `open`; what is longer than it is no padding.
+            input_ids: the tokens that it has seen, `[batch, tokens]`, such as what greedy `generate` returned; more are
+                not looked at. They are believed: after a beam search the cache's rows are those of the last beams,
+                which are not what was returned, so give the prompts alone. None for the prompts that `open` was given.
+            attention_mask: `[batch, tokens]`, as for `open`; only with `input_ids`.
 
         Raises:
             ValueError: the cache is not of this pool or drops tokens, or it is not known which tokens it has seen.
@@ -156,6 +185,9 @@ class PagePool(Pages):
     def forget(self) -> bool:
         return self.prefixes.forget()
 
+    def forgettable(self) -> dict[Arena, int]:
+        return {self.prefixes.arena: self.prefixes.forgettable}
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -171,18 +203,12 @@ def _rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or 0 in input_ids.shape:
         shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
         raise ValueError(f"input_ids={shape} is not accepted; token numbers [batch, tokens], at least 1 each, are")
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids of {input_ids.dtype} are not accepted; token numbers are")
     rows = input_ids.tolist()
     if attention_mask is None:
         return rows, [0] * len(rows)
-    if attention_mask.ndim != 2 or len(attention_mask) != len(rows) or attention_mask.shape[1] > input_ids.shape[1]:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; that of input_ids, {tuple(input_ids.shape)}, is "
-            "accepted"
-        )
-    hidden = attention_mask == 0
-    if bool((hidden[:, 1:] & ~hidden[:, :-1]).any()):
-        raise ValueError("attention_mask hides tokens that others come before; padding on the left is accepted")
-    return rows, hidden.sum(-1).tolist()
+    return rows, check_left_padding(attention_mask, input_ids).sum(-1).tolist()
 
 
 def _check_all_paged(cache: KVCache) -> None:
@@ -229,6 +255,7 @@ class PagedCache(KVCache):
         if codec is not None and tuple(side.tokenwise() for side in get_codecs(codec)) != pool.codec:
             names = ", ".join(side.name for side in pool.codec)
             raise ValueError(f"codec={codec!r} is not that of the pool, ({names}); that or None is accepted")
+        pool.check_model(fingerprint(config))
         super().__init__(config, codec=pool.codec, policy=policy, pool=pool)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
 from tqdm import tqdm
 
 from kvplug import compat
 from kvplug.cache import KVCache
+from kvplug.padding import check_left_padding
 from kvplug.policies.positional import check_count
 
 
@@ -44,7 +46,7 @@ def prefill(
         ValueError: an argument is not valid; the cache stays as it was.
     """
     seen = _check(input_ids, cache, rows, chunk, attention_mask)
-    known = inspect.signature(model.forward).parameters
+    takes = _takes(model)
     argument = compat.cache_argument(model)
     positions = None
     if attention_mask is not None:
@@ -56,15 +58,26 @@ def prefill(
             more: dict[str, object] = {argument: cache, "use_cache": True}
             if attention_mask is not None:
                 more["attention_mask"] = attention_mask[:, :stop]
-                if "position_ids" in known:
+                if takes("position_ids"):
                     more["position_ids"] = positions[:, start:stop]
-            if "logits_to_keep" in known:
+            if takes("logits_to_keep"):
                 more["logits_to_keep"] = 1
             model(input_ids[:, start:stop], **more)
             bar.update(stop - start)
     if rows > 1:
-        cache.batch_repeat_interleave(rows)
+        # Not `batch_repeat_interleave`, which layers of linear attention lack.
+        cache.reorder_cache(torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(rows))
     return cache
+
+
+def _takes(model: torch.nn.Module) -> Callable[[str], bool]:
+    """Tells whether a model's forward takes an argument; one that hands on what it is given is looked through."""
+    while isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "base_model", None), torch.nn.Module):
+        if inner is model or "input_ids" in inspect.signature(model.forward).parameters:
+            break
+        model = inner
+    known = inspect.signature(model.forward).parameters
+    return lambda name: name in known
 
 
 def _check(input_ids, cache, rows: int, chunk: int | None, attention_mask) -> int:
@@ -72,16 +85,24 @@ def _check(input_ids, cache, rows: int, chunk: int | None, attention_mask) -> in
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[1] < 1:
         shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
         raise ValueError(f"input_ids={shape} is not accepted; token numbers [batch, tokens], at least 1 each, are")
+    if input_ids.is_floating_point() or 0 in input_ids.shape:
+        raise ValueError(
+            f"input_ids of {input_ids.dtype}, {tuple(input_ids.shape)}, are not accepted; token numbers are"
+        )
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache={type(cache).__name__} is not accepted; a cache of kvplug is")
     check_count("rows", rows, 1)
     if chunk is not None:
         check_count("chunk", chunk, 1)
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; that of input_ids, {tuple(input_ids.shape)}, is "
-            "accepted"
-        )
+    if attention_mask is not None:
+        check_left_padding(attention_mask, input_ids)
+    if chunk is not None and chunk < input_ids.shape[1] - 1:
+        for layer in cache.layers:
+            if isinstance(budget := getattr(getattr(layer, "policy", None), "budget", None), float):
+                raise ValueError(
+                    f"chunk={chunk!r} can't be had with budget={budget}: a share is one of the cache's first forward, "
+                    "which would be the first chunk; None is accepted, or a budget in tokens"
+                )
     seen = cache.get_seq_length()
     if seen >= input_ids.shape[1]:
         raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvplug.stores.arena import Arena, Holder
+from kvplug.stores.contiguous import ordinary_tensors
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Prefixes(Holder):
         self.time = self.numbers = 0
         arena.holders.add(self)
 
+    @ordinary_tensors
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
         self.arena.holders.add(self)
@@ -97,6 +99,11 @@ class Prefixes(Holder):
             node.used = self.time
             parent = node
         self.arena.hold(torch.tensor(new, dtype=torch.int64))
+
+    @property
+    def forgettable(self) -> int:
+        """Pages that would be free if all were given up."""
+        return sum(int(self.arena.refs[node.page]) == 1 for node in self.nodes.values())
 
     def forget(self) -> bool:
         """Gives up the page that was least recently used of those that no cache holds and none goes on from; False

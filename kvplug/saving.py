@@ -125,6 +125,10 @@ def _pool(entries: list[dict], model: object, pool: PagePool | None) -> tuple[di
         return {}, None
     codecs = {i: tuple(made(CODEC_KINDS, entry[side]) for side in ("keys", "values")) for i, entry in ours.items()}
     first = next(iter(codecs.values()))
+    if pool is not None and not isinstance(pool, PagePool):
+        raise ValueError(f"pool={pool!r} is not accepted; a kvplug.PagePool, or None for one of its own")
+    if pool is not None:
+        pool.check_model(fingerprint(model))
     if pool is None:
         return codecs, PagePool(model, size, first)
     if (pool.page_size, pool.codec) != (size, first):

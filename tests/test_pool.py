@@ -1,6 +1,9 @@
 """A pool of pages from outside: what is shared and what it weighs, prompts that are remembered, and what is refused."""
 
 import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -286,9 +289,151 @@ def test_two_models_do_not_share_a_pool(model):
     cache = kvplug.PagedCache(model, pool=pool)
     greedy(model, models.tokens(1, 5), cache)
     wider = models.tiny_llama(num_key_value_heads=4)
-    with pytest.raises(ValueError, match="one pool is for one model"):
-        greedy(wider, models.tokens(1, 5), kvplug.PagedCache(wider, pool=pool))
+    for other in (wider, models.tiny_llama(seed=4), models.tiny_llama(num_hidden_layers=3)):
+        with pytest.raises(ValueError, match="is of another model"):
+            kvplug.PagedCache(other, pool=pool)
+    mine = kvplug.PagedCache(model, pool=pool)
+    half = torch.zeros(1, 2, 3, 16, dtype=torch.bfloat16)
+    held = pool.pages_held
+    with pytest.raises(ValueError, match="one pool is for one model in one dtype"):
+        mine.update(half, half, 0)
+    assert (pool.pages_held, mine.layers[0].shape) == (held, None)
     pool.check()
+
+
+def test_a_pool_goes_over_to_another_dtype_only_when_nobody_is_left(model):
+    pool = kvplug.PagePool(model.config, PAGE)
+    one, other = kvplug.PagedCache(model.config, pool=pool), kvplug.PagedCache(model.config, pool=pool)
+    full, half = torch.ones(1, 2, 5, 16), torch.ones(1, 2, 5, 16, dtype=torch.bfloat16)
+    for layer in range(2):
+        one.update(full, full, layer)
+    one.crop(-5)
+    for layer in range(2):
+        other.update(half, half, layer)
+    with pytest.raises(ValueError, match="one pool is for one model in one dtype"):
+        one.update(full, full, 0)
+    assert one.get_seq_length() == 0
+
+
+def test_a_hybrid_whose_pool_is_full_goes_on_as_before(model):
+    """Its first layers are windows, which take tokens before any page is asked for."""
+    model = models.tiny_gpt_oss()
+    pool = kvplug.PagePool(model, PAGE, max_bytes=3 * PAGE * TOKEN // 2)
+    cache, ids = kvplug.PagedCache(model, pool=pool), models.tokens(1, 16)
+    with torch.no_grad():
+        model(ids[:, :12], past_key_values=cache)
+        with pytest.raises(kvplug.OutOfPages):
+            model(ids[:, 12:13], past_key_values=cache)
+        assert {layer.get_seq_length() for layer in cache.layers} == {12}
+        pool.max_bytes = None
+        logits = model(ids[:, 12:], past_key_values=cache).logits
+        expected = model(ids).logits[:, 12:]
+    assert torch.allclose(logits, expected, atol=1e-4)
+
+
+def test_padding_that_is_told_late_finds_its_pages_first(model):
+    pool = kvplug.PagePool(model, PAGE)
+    cache = kvplug.PagedCache(model, pool=pool, policy=Window(16))
+    mask = torch.ones(4, 12, dtype=torch.long)
+    mask[1, 8:10] = 0
+    with torch.no_grad():
+        model(models.tokens(1, 8), past_key_values=cache)
+        cache.batch_repeat_interleave(4)
+        pool.max_bytes = 6 * PAGE * TOKEN
+        with pytest.raises(kvplug.OutOfPages):
+            model(models.tokens(4, 4), past_key_values=cache, attention_mask=mask)
+    assert [(layer.seen, layer.store.length) for layer in cache.layers] == [(8, 8)] * 2
+
+
+def loud(cache, size, seed=0, tokens=10):
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(2):
+        keys, values = (torch.randn(1, 2, tokens, 16, generator=generator) for _ in range(2))
+        keys[..., 3] += size
+        cache.update(keys, values, layer)
+    for layer in cache.layers:
+        layer.settle()
+
+
+def test_loud_keys_in_a_pool_of_few_bits_are_told(model, tmp_path):
+    pool = kvplug.PagePool(model, PAGE, "int4")
+    one = kvplug.PagedCache(model, pool=pool)
+    loud(one, 0)
+    before = one.layers[0].keys.clone()
+    with pytest.warns(UserWarning, match="the keys of layer 0 have channels so large"):
+        loud(kvplug.PagedCache(model, pool=pool), 500)
+    alone = kvplug.PagedCache(model, PAGE, codec="int4")
+    loud(alone, 500)
+    assert alone.layers[0].store.kept_plain
+    alone.save(tmp_path / "x")
+    with pytest.raises(ValueError, match="keys in full precision"):
+        kvplug.load(tmp_path / "x", model, pool=pool)
+    assert one.layers[0].keys.equal(before)
+    pool.check()
+
+
+def test_what_cannot_fit_forgets_nothing(model):
+    pool = kvplug.PagePool(model, PAGE, max_bytes=20 * PAGE * TOKEN)
+    known(model, pool, models.tokens(1, 17))
+    with pytest.raises(kvplug.OutOfPages), torch.no_grad():
+        model(models.tokens(1, 400), past_key_values=kvplug.PagedCache(model, pool=pool))
+    assert pool.open(models.tokens(1, 17)).get_seq_length() == 16
+
+
+def test_what_one_kind_of_layers_left_another_can_have(model):
+    """Pages that are free among those of all tokens make room for those of a window."""
+    pool = kvplug.PagePool(model, PAGE, max_bytes=50 * PAGE * TOKEN)
+    small, big = (kvplug.PagedCache(model, pool=pool) for _ in range(2))
+    with torch.no_grad():
+        model(models.tokens(1, 3), past_key_values=small)
+        model(models.tokens(1, 190), past_key_values=big)
+        del big
+        model(models.tokens(1, 9), past_key_values=kvplug.PagedCache(model, pool=pool, policy=Window(12)))
+    assert pool.nbytes <= pool.max_bytes
+    pool.check()
+
+
+def test_spare_pages_of_one_arena_leave_room_for_the_next(model):
+    pool = kvplug.PagePool(model, PAGE, max_bytes=2 * PAGE * TOKEN)
+    cache = kvplug.PagedCache(model, pool=pool, policy=[Window(12), None])
+    x = torch.zeros(1, 2, 1, 16)
+    for layer in range(2):
+        cache.update(x, x, layer)
+    assert pool.nbytes <= pool.max_bytes
+
+
+def test_forks_in_inference_mode(model):
+    with torch.inference_mode():
+        cache = kvplug.prefill(model, models.tokens(1, 10), kvplug.PagedCache(model, PAGE))
+        fork = copy.deepcopy(cache)
+        out = greedy(model, models.tokens(1, 10), fork)
+        back = pickle.loads(pickle.dumps(cache))
+        assert greedy(model, models.tokens(1, 10), back).equal(out)
+        assert greedy(model, models.tokens(1, 10), cache).equal(out)
+
+
+def test_gradients_over_shared_pages(model):
+    ids, new = models.tokens(1, 400), models.tokens(2, 3)
+
+    def gradient(cache):
+        kvplug.prefill(model, ids, cache, rows=2)
+        embedded = model.model.embed_tokens(new).detach().requires_grad_()
+        model(inputs_embeds=embedded[:, :1], past_key_values=cache).logits.square().sum().backward()
+        return embedded.grad
+
+    one, other = gradient(kvplug.PagedCache(model, 16)), gradient(kvplug.DenseCache(model))
+    assert (one - other).norm() / other.norm() < 1e-4
+
+
+def test_a_pool_does_not_keep_its_model(model):
+    own = models.tiny_llama()
+    pool = kvplug.PagePool(own, PAGE)
+    assert pool.config is own
+    assert len(pickle.dumps(kvplug.PagedCache(own, pool=pool))) < 100_000
+    seen = weakref.ref(own)
+    del own
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_saved_cache_comes_back_with_its_sharing_into_a_pool(model, tmp_path):

@@ -73,6 +73,32 @@ def test_what_was_seen_is_not_run_again(model):
     assert seen == [3], "sixteen are known and the last one is left; of one token nothing is"
 
 
+def test_a_wrapped_model_gets_its_positions(model):
+    _, ids, mask = models.left_padded([5, 12])
+    one, other = kvplug.PagedCache(model, 4), kvplug.PagedCache(model, 4)
+    kvplug.prefill(torch.compile(model, backend="eager"), ids, one, attention_mask=mask)
+    kvplug.prefill(model, ids, other, attention_mask=mask)
+    real = mask[:, :-1].bool()
+    for a, b in zip(one.layers, other.layers, strict=True):
+        assert torch.allclose(a.keys.transpose(1, 2)[real], b.keys.transpose(1, 2)[real], atol=1e-5)
+
+
+def test_rows_of_linear_attention(model):
+    model = models.tiny_qwen3_next()
+    ids = models.tokens(1, 9)
+    options = dict(num_beams=3, do_sample=False, max_new_tokens=5, attention_mask=torch.ones_like(ids))
+    cache = kvplug.prefill(model, ids, kvplug.DenseCache(model), rows=3)
+    made = model.generate(ids, past_key_values=cache, **options)
+    assert made.equal(model.generate(ids, past_key_values=kvplug.DenseCache(model), **options))
+
+
+def test_a_share_of_the_prompt_is_not_one_of_a_chunk(model):
+    cache = kvplug.KeyDiffCache(model, 0.5)
+    with pytest.raises(ValueError, match=r"chunk=4 can't be had with budget=0.5"):
+        kvplug.prefill(model, models.tokens(1, 20), cache, chunk=4)
+    assert kvplug.prefill(model, models.tokens(1, 21), cache, chunk=20).memory().tokens_kept == 10
+
+
 def test_a_bar_is_shown_on_request(model, capsys):
     kvplug.prefill(model, models.tokens(1, 9), kvplug.DenseCache(model), chunk=4)
     assert "prefill" not in capsys.readouterr().err
@@ -90,7 +116,7 @@ def test_what_is_refused_changes_nothing(model):
         ({"cache": None}, "cache=NoneType is not accepted"),
         ({"rows": 0}, "rows=0"),
         ({"chunk": 0}, "chunk=0"),
-        ({"attention_mask": torch.ones(2, 8)}, "attention_mask has shape \\(2, 8\\)"),
+        ({"attention_mask": torch.ones(2, 8)}, "attention_mask=\\(2, 8\\) is not accepted"),
     ]:
         with pytest.raises(ValueError, match=told):
             kvplug.prefill(model, **{"input_ids": ids, "cache": cache, **arguments})

@@ -73,8 +73,8 @@ def _with_sums(rows: torch.Tensor, segment: Segment, softcap: float | None) -> t
     scores = products(rows, segment.keys)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    most = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(most).exp_()
+    most = scores.detach().amax(-1, keepdim=True)
+    weights = (scores - most).exp_()
     total = weights.sum(-1, keepdim=True)
     return weighted(weights, segment.values) / total, most + total.log()
 

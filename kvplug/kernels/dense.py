@@ -49,6 +49,9 @@ def with_sums(rows: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, torch
     """
     keys, values = segment.keys, segment.values
     plain = isinstance(keys.codec, Plain) and isinstance(values.codec, Plain)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (rows, *keys.tensors(), *values.tensors())):
+        # The sums that it tells have no gradient.
+        return None
     if _FUSED is None or not plain or rows.device.type != "cpu" or keys.dim != values.dim:
         return None
     keys, values = keys.fields["codes"], values.fields["codes"]

@@ -45,18 +45,19 @@ class Arena:
         self.sides: dict[int, tuple[Side, Side]] = {}
         self.shapes: dict[int, tuple[int, int, int, torch.dtype, torch.device]] = {}
         self.live: set[int] = set()
-        self.searched: set[int] = set()
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict) -> Arena:
         return self
 
+    @ordinary_tensors
     def __getstate__(self) -> dict:
         # Who holds pages in the copy says so when it is made.
         return vars(self) | {"refs": torch.zeros_like(self.refs), "holders": None}
 
+    @ordinary_tensors
     def __setstate__(self, state: dict) -> None:
-        vars(self).update(state, holders=weakref.WeakSet())
+        vars(self).update(state, holders=weakref.WeakSet(), refs=state["refs"].clone())
 
     @property
     def capacity(self) -> int:
@@ -97,7 +98,6 @@ class Arena:
         if index not in self.live:
             self.sides[index] = new
             self.shapes[index] = keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device
-            self.searched.discard(index)
             return
         for name, one, other in zip(("keys", "values"), held, new, strict=True):
             if _shapes(one) != _shapes(other):

@@ -6,6 +6,8 @@ read where they are, as if they were one block.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from kvplug.codecs import CODECS, Codec, Encoded
@@ -44,6 +46,7 @@ class PagedStore(ContiguousStore):
         self.length = self.capacity = 0
         self.tables: dict[str, torch.Tensor] = {}
         self.turn = self.pages.turn
+        self.searched = False
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -65,30 +68,43 @@ class PagedStore(ContiguousStore):
     def length(self, length: int) -> None:
         self.pages.lengths[self.index] = length
 
-    @property
-    def searched(self) -> bool:
-        return self.index in self.pages.arena.searched
-
     @ordinary_tensors
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.pages.arena.allocate(self.index, self.codecs, keys, values)
         self.turn = self.pages.turn
         self.length = self.capacity = 0
         self.rows = keys.shape[0]
+        self.shape = self.pages.arena.shapes[self.index]
         self._allocate_tables(keys)
 
     @ordinary_tensors
     def search(self, keys: torch.Tensor) -> None:
-        arena = self.pages.arena
-        arena.searched.add(self.index)
-        if self._too_loud(keys):
+        self.searched = True
+        if not self._too_loud(keys):
+            return
+        if self.index not in self.pages.arena.live:
             self._keep_plain(keys)
+            return
+        warnings.warn(
+            f"the keys of layer {self.index} have channels so large that few bits can't hold the others, and the pool "
+            "has keys of the layer in few bits already: this cache will be far from the model. A pool of its own is "
+            "accepted",
+            stacklevel=2,
+        )
 
     def _keep_plain(self, keys: torch.Tensor) -> None:
         arena, loud = self.pages.arena, Side(CODECS["dense"])
         loud.allocate(keys[:1])
         arena.sides[self.index] = loud, self.values
         arena.live.discard(self.index)
+
+    def check_pool(self) -> None:
+        """Raises ValueError where the pool took up tokens of another shape while this store held none."""
+        if self.pages.arena.shapes[self.index] != self.shape:
+            raise ValueError(
+                f"layer {self.index} takes {self.shape}, but the pool holds pages of "
+                f"{self.pages.arena.shapes[self.index]}: one pool is for one model in one dtype on one device"
+            )
 
     def reserve(self, length: int) -> None:
         """Makes room for `length` slots, of which those past the ones in use are to be written."""
@@ -203,9 +219,12 @@ class PagedStore(ContiguousStore):
         arena, length = self.pages.arena, plain["length"]
         self.allocate(keys, values)
         if plain["kept_plain"] and not self.kept_plain:
+            if self.index in arena.live:
+                raise ValueError(
+                    f"layer {self.index} has its keys in full precision, and the pool has them in few bits already"
+                )
             self._keep_plain(keys)
-        if plain["searched"]:
-            arena.searched.add(self.index)
+        self.searched = plain["searched"]
         if "pages" in tensors:
             own = expect("pages", tensors["pages"], (keys.shape[0], None), torch.int64)
             count = int(own.max()) + 1

@@ -6,6 +6,7 @@ keep equally many, so these share one table.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -78,14 +79,23 @@ class Pages:
             OutOfPages: the pool is bounded and has no room for them; nothing was changed.
         """
         wants = [want for want in wants if not want.table.may_write(want.first, want.slots)]
-        if self.max_bytes is not None:
-            self._find_room(wants)
-        for want in wants:
-            table, arena = want.table, want.table.arena
-            held = arena.held + table.lacks(want)
-            if held > arena.capacity:
-                arena.grow(self._capacity(arena, held))
-            table.serve(want)
+        if not wants:
+            return
+        # A cache that is collected meanwhile would give its pages back while they are counted.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            more = self._find_room(wants)
+            for want in wants:
+                table, arena = want.table, want.table.arena
+                lacks = table.lacks(want)
+                if arena.held + lacks > arena.capacity:
+                    arena.grow(self._capacity(arena, more))
+                more[arena] -= lacks
+                table.serve(want)
+        finally:
+            if collecting:
+                gc.enable()
 
     @ordinary_tensors
     def found(self, table: Table, own: torch.Tensor) -> None:
@@ -101,32 +111,55 @@ class Pages:
         table.arena.release(taken)
         table.writable = (0, 0)
 
-    def _find_room(self, wants: list[Want]) -> None:
-        more: dict[Arena, int] = {}
-        while True:
-            more.clear()
-            for want in wants:
-                more[want.table.arena] = more.get(want.table.arena, 0) + want.table.lacks(want)
-            needed = self._used(more)
-            if needed <= self.max_bytes:
-                return
-            if not self.forget():
-                raise OutOfPages(
-                    f"max_bytes={self.max_bytes} of the pool are not enough for the tokens of this forward: they take "
-                    f"{sum(more.values())} more pages of {self.page_size} tokens, {needed} bytes in all. Drop a cache "
-                    "that is not used any more (del cache, or cache.reset()), crop one, or make the pool larger"
-                )
+    def _find_room(self, wants: list[Want]) -> dict[Arena, int]:
+        """The pages that are lacking in each arena; there is room for them."""
+        more = self._lacking(wants)
+        if self.max_bytes is None or self._used(more) <= self.max_bytes:
+            return more
+        could = self.forgettable()
+        least = {arena: arena.held + more.get(arena, 0) - could.get(arena, 0) for arena in self.arenas.values()}
+        needed = sum(pages * self.page_bytes(arena) for arena, pages in least.items())
+        if needed > self.max_bytes:
+            raise OutOfPages(
+                f"max_bytes={self.max_bytes} of the pool are not enough for the tokens of this forward: they take "
+                f"{sum(more.values())} more pages of {self.page_size} tokens, {needed} bytes in all. Drop a cache that "
+                "is not used any more (del cache, or cache.reset()), crop one, or make the pool larger"
+            )
+        while self._needed(more) > self.max_bytes and self.forget():
+            more = self._lacking(wants)
+        for arena in self.arenas.values():
+            # Another arena needs what is free here.
+            target = arena.held + more.get(arena, 0)
+            if self._used(more) > self.max_bytes and arena.capacity > target:
+                arena.grow(target)
+        return more
 
-    def _capacity(self, arena: Arena, held: int) -> int:
-        capacity = capacity_for(held)
+    def _lacking(self, wants: list[Want]) -> dict[Arena, int]:
+        more: dict[Arena, int] = {}
+        for want in wants:
+            more[want.table.arena] = more.get(want.table.arena, 0) + want.table.lacks(want)
+        return more
+
+    def _needed(self, more: Mapping[Arena, int]) -> int:
+        """Bytes of `more` pages in each arena and of those that are held, without any to spare."""
+        return sum((arena.held + more.get(arena, 0)) * self.page_bytes(arena) for arena in self.arenas.values())
+
+    def _capacity(self, arena: Arena, more: Mapping[Arena, int]) -> int:
+        """Pages that an arena grows to when it and the others take `more`."""
+        held = arena.held + more[arena]
         if self.max_bytes is None:
-            return capacity
-        others = self._used({}) - arena.capacity * self.page_bytes(arena)
-        return max(min(capacity, (self.max_bytes - others) // max(self.page_bytes(arena), 1)), held)
+            return capacity_for(held)
+        page = self.page_bytes(arena)
+        others = self._used(more) - max(arena.capacity, held) * page
+        return max(min(capacity_for(held), (self.max_bytes - others) // max(page, 1)), held)
 
     def forget(self) -> bool:
         """Gives up what nobody needs but might again; False where there is no such thing."""
         return False
+
+    def forgettable(self) -> dict[Arena, int]:
+        """Pages of each arena that `forget` could give up one after the other."""
+        return {}
 
     def check(self) -> None:
         """Raises AssertionError where a page was lost, or given to two."""

@@ -75,6 +75,7 @@ class Table(Holder):
         self.writable = (0, 0)
         self._known: dict[tuple, object] = {}
 
+    @ordinary_tensors
     def __deepcopy__(self, memo: dict) -> Table:
         copied = Table(self.arena)
         memo[id(self)] = copied
@@ -88,6 +89,7 @@ class Table(Holder):
     def __getstate__(self) -> dict:
         return vars(self) | {"writable": (0, 0), "_known": {}}
 
+    @ordinary_tensors
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
         self.arena.holders.add(self)
