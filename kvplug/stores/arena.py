@@ -189,8 +189,10 @@ class Arena:
 
     def check(self) -> None:
         """Raises AssertionError where the books do not agree with what is held."""
+        # Kept until the end: what is collected meanwhile would be counted and then give its pages back.
+        holders = list(self.holders)
         counted = torch.zeros_like(self.refs)
-        for holder in list(self.holders):
+        for holder in holders:
             pages = torch.tensor(list(holder.held_pages()), dtype=torch.int64)
             if len(pages) and not (int(pages.min()) >= 0 and int(pages.max()) < self.capacity):
                 raise AssertionError(f"{holder!r} holds pages that do not exist: {pages.tolist()}")
