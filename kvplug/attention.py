@@ -171,7 +171,7 @@ def attach(model_or_config: object) -> None:
         ValueError: the attention implementation can't be routed; names it and what is accepted.
     """
     configs = configs_of(model_or_config)
-    if isinstance(model_or_config, torch.nn.Module) and not compat.can_route(model_or_config):
+    if not compat.can_route(model_or_config):
         # Its own code may look at the name and take another way.
         raise ValueError(
             f"{type(model_or_config).__name__} has its own attention code, which can't be routed through kvplug; a "

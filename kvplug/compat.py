@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, cache_utils
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -107,9 +107,12 @@ def kv_shape(config: PreTrainedConfig, layer_idx: int) -> tuple[int, int, int]:
 ASSISTED_DECODING_ASKS = "is_croppable" in GenerationMixin._assisted_decoding.__code__.co_names
 
 
-def can_route(model: torch.nn.Module) -> bool:
-    """Whether the model's attention goes through the registered attention functions."""
-    return bool(model._can_set_attn_implementation())
+def can_route(model_or_config: torch.nn.Module | PreTrainedConfig) -> bool:
+    """Whether a model's attention goes through the registered functions; True where a config tells nothing."""
+    if isinstance(model_or_config, torch.nn.Module):
+        return bool(model_or_config._can_set_attn_implementation())
+    kind = AutoModelForCausalLM._model_mapping.get(type(model_or_config), None)
+    return not isinstance(kind, type) or bool(kind._can_set_attn_implementation())
 
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:

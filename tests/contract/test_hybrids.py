@@ -250,3 +250,17 @@ def test_llama_with_room_for_the_prompt_alone(attention):
     logits = feed(model, kvplug.WindowCache(model, 11), ids, [11, 1, 1])[0]
     expected = row_logits(model, ids[0], [11, 1, 1], Keep(window=11))
     assert torch.allclose(logits, expected, atol=LOGITS, rtol=0)
+
+
+@pytest.mark.parametrize("from_config", [False, True], ids=["model", "config"])
+@pytest.mark.parametrize("make", [models.tiny_bloom, models.tiny_falcon], ids=["bloom", "falcon"])
+def test_a_model_with_its_own_attention_code_is_left_alone(make, from_config):
+    """Its code may ask for the name of its attention, and take another way where it is not one of those it knows."""
+    model, ids = make(), models.tokens(2, 9)
+    before, name = model(ids, use_cache=False).logits, model.config._attn_implementation
+    cache = kvplug.DenseCache(model.config if from_config else model)
+    assert model(ids, use_cache=False).logits.equal(before)
+    assert model.config._attn_implementation == name
+    assert torch.allclose(model(ids, past_key_values=cache).logits, before, atol=1e-4)
+    with pytest.raises(ValueError, match="has its own attention code"):
+        kvplug.attach(model)
