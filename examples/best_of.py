@@ -17,6 +17,7 @@ import typer
 
 import kvplug
 from evals import console, models, texts
+from kvplug.memory import human
 
 QUESTION = "\n\nIn one sentence, what is the text above about?"
 
@@ -60,7 +61,11 @@ def main(
     score = (log_probs * written).sum(-1) / written.sum(-1)
     for row in score.argsort(descending=True).tolist():
         print(f"{score[row]:.2f}  {loaded.tokenizer.decode(answers[row], skip_special_tokens=True)!r}")
-    print(f"[{cache.memory()}; the prompt alone: {one:,} bytes]")
+    held = cache.memory()
+    print(
+        f"[{samples} answers and their prompt: {human(held.total)}; one prompt: {human(one)}; each with its own prompt: "
+        f"{human(held.dense_total)}]"
+    )
 
 
 if __name__ == "__main__":

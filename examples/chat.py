@@ -50,6 +50,7 @@ def main(
                 pool.keep(earlier, ids)
     if talk.exists() and not new:
         chat = json.loads(talk.read_text())
+        print(f"[going on after {len(chat) // 2} turns]\n")
     for text in say:
         chat.append({"role": "user", "content": text})
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

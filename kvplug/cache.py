@@ -121,7 +121,8 @@ class KVCache(compat.Cache):
         for layer in self.layers:
             kinds[repr(layer)] = kinds.get(repr(layer), 0) + 1
         inner = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        return f"{type(self).__name__}({inner}; {self.get_seq_length()} tokens seen)"
+        pages = "" if self.pool is None else f"; in pages of {self.pool.page_size} tokens"
+        return f"{type(self).__name__}({inner}{pages}; {self.get_seq_length()} tokens seen)"
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
         """Keys, values and sliding window of each layer, decoded, as `DynamicCache` gives them."""

@@ -163,7 +163,7 @@ class KVLayer(CacheLayerMixin):
             held = f"a cache of batch, kv_heads, key and value width {self.shape}" if self.shape else "each other"
             raise ValueError(
                 f"key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} do not fit {held}; "
-                "call reset() to use the cache for another batch"
+                "call reset() to use the cache for another batch, or kvplug.prefill(…, rows=…) to go on in more rows"
             )
         if not self.exact:
             check_finite(key_states, value_states)

@@ -17,7 +17,6 @@ from kvplug.layer import KVLayer
 from kvplug.memory import human
 from kvplug.padding import check_left_padding
 from kvplug.policies import Policy
-from kvplug.policies.positional import check_count
 from kvplug.prefixes import Prefixes
 from kvplug.probe import probe
 from kvplug.stores import Pages
@@ -57,7 +56,10 @@ class PagePool(Pages):
         self.codec = tuple(side.tokenwise() for side in get_codecs(codec))
         sizes = {}
         if max_bytes is not None:
-            check_count("max_bytes", max_bytes, 1)
+            if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+                raise ValueError(
+                    f"max_bytes={max_bytes!r} is not valid; a whole number of bytes, at least 1, is accepted"
+                )
             sizes = _token_bytes(config, self.codec)
         super().__init__(page_size, max_bytes, sizes)
         self.prefixes = Prefixes(self.arena(None), page_size)
@@ -82,7 +84,8 @@ class PagePool(Pages):
 
     def __repr__(self) -> str:
         most = "" if self.max_bytes is None else f" of {human(self.max_bytes)}"
-        return f"PagePool(page_size={self.page_size}, {self.pages_held} pages, {human(self.nbytes)}{most})"
+        codec = ", ".join(dict.fromkeys(side.name for side in self.codec))
+        return f"PagePool({codec}, page_size={self.page_size}, {self.pages_held} pages, {human(self.nbytes)}{most})"
 
     @property
     def pages_held(self) -> int:
@@ -96,6 +99,9 @@ class PagePool(Pages):
 
     def open(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> PagedCache:
         """A cache that holds what the pool knows of the beginning of some prompts, so that `generate` runs the rest.
+
+        It is given the whole prompts again. `prefill(model, input_ids, pool.open(input_ids), rows=4)` runs the rest for
+        beams or samples. Nothing known: the cache is empty.
 
         Args:
             input_ids: `[batch, tokens]`, whole prompts. Each row is looked up by itself; what is taken is as long as
@@ -140,8 +146,9 @@ class PagePool(Pages):
             cache: one of this pool that keeps all tokens.
             input_ids: the tokens that it has seen, `[batch, tokens]`, such as what greedy `generate` returned; more are
                 not looked at. They are believed: after a beam search the cache's rows are those of the last beams,
-                which are not what was returned, so give the prompts alone. None for the prompts that `open` was given.
-            attention_mask: `[batch, tokens]`, as for `open`; only with `input_ids`.
+                which are not what was returned, so give the prompts alone, once for the rows that share one. None for
+                the prompts that `open` was given.
+            attention_mask: `[batch, tokens]`, as for `open`; None where `open` was given it, or nothing is padding.
 
         Raises:
             ValueError: the cache is not of this pool or drops tokens, or it is not known which tokens it has seen.
@@ -157,6 +164,8 @@ class PagePool(Pages):
         table = layers[0].store.pages
         if input_ids is not None:
             rows, padding = _rows(input_ids, attention_mask)
+            if attention_mask is None and cache.prompt is not None:
+                padding = [cache.prompt.padding_of(ids) for ids in rows]
         elif cache.prompt is None or cache.prompt.turn != table.turn:
             raise ValueError(
                 "input_ids=None is for a cache of open() whose rows are still as they were; the tokens that this one "
@@ -168,13 +177,10 @@ class PagePool(Pages):
             return
         for layer in layers:
             layer.settle()
-        if len(rows) != layers[0].batch:
-            raise ValueError(
-                f"input_ids has {len(rows)} rows, and the cache has {layers[0].batch}; as many are accepted"
-            )
         pages = min(len(rows[0]), *(layer.store.length for layer in layers)) // self.page_size
-        for ids, count, own in zip(rows, padding, table.pages[:, :pages].tolist(), strict=True):
-            self.prefixes.add(ids, count, own)
+        own = _of_each(table.pages[:, :pages], len(rows))
+        for ids, count, held in zip(rows, padding, own.tolist(), strict=True):
+            self.prefixes.add(ids, count, held)
         # What is known may not be written to any more.
         table.writable = (0, 0)
 
@@ -196,6 +202,28 @@ class Prompt:
     rows: list[list[int]]
     padding: list[int]
     turn: int
+
+    def padding_of(self, ids: list[int]) -> int:
+        """Padding of a row that goes on from one of the prompts; 0 for others."""
+        found = (count for row, count in zip(self.rows, self.padding, strict=True) if ids[: len(row)] == row)
+        return next(found, 0)
+
+
+def _of_each(pages: torch.Tensor, prompts: int) -> torch.Tensor:
+    """The pages of each prompt, `[prompts, pages]`, of rows that go on from them, as many from each.
+
+    Raises:
+        ValueError: the rows do not go on from so many prompts.
+    """
+    rows = len(pages)
+    if rows % prompts == 0:
+        by_prompt = pages.unflatten(0, (prompts, rows // prompts))
+        if bool((by_prompt == by_prompt[:, :1]).all()):
+            return by_prompt[:, 0]
+    raise ValueError(
+        f"input_ids has {prompts} rows, and the cache has {rows}; as many are accepted, or one for each prompt whose "
+        "pages several rows share"
+    )
 
 
 def _rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:

@@ -35,7 +35,7 @@ def prefill(
         cache: empty, or holding the beginning of these prompts.
         rows: how many rows go on from each prompt, one after the other.
         chunk: tokens that are run at a time, None for all; under an evicting policy what a chunk sees is what the
-            policy kept of those before it.
+            policy kept of those before it, so its text may differ. Not with a budget that is a share of the prompt.
         attention_mask: `[batch, tokens]`, 0 for padding, which is on the left.
         progress: shows a bar over the tokens.
 

@@ -38,6 +38,10 @@ CACHES: dict[str, type[KVCache]] = {
 }
 
 
+class NotThisPool(ValueError):
+    """The pool is at fault, not the file."""
+
+
 @torch.inference_mode(False)
 def load(path: Path, model: object, pool: PagePool | None = None) -> KVCache:
     """The cache that `cache.save(path)` wrote, for the same model: `generate` goes on with it to the same tokens.
@@ -65,6 +69,8 @@ def load(path: Path, model: object, pool: PagePool | None = None) -> KVCache:
         told = differences(header["model"], found)
         layers = [] if told else _layers(header["layers"], tensors, model, pool)
         kind, warned = CACHES.get(header["cache"], KVCache), header["warned"]
+    except NotThisPool:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise refusal(path, f"holds what this kvplug can't use ({type(error).__name__}: {error})") from error
     if told:
@@ -121,19 +127,21 @@ def _pool(entries: list[dict], model: object, pool: PagePool | None) -> tuple[di
     [size] = {entry.get("page_size") for entry in ours.values()}
     if size is None:
         if pool is not None:
-            raise ValueError("pool is for a cache that was saved in pages, which it was not; None is accepted")
+            raise NotThisPool(
+                f"pool={pool!r} is for a cache that was saved in pages, as this one was not; None is accepted"
+            )
         return {}, None
     codecs = {i: tuple(made(CODEC_KINDS, entry[side]) for side in ("keys", "values")) for i, entry in ours.items()}
     first = next(iter(codecs.values()))
     if pool is not None and not isinstance(pool, PagePool):
-        raise ValueError(f"pool={pool!r} is not accepted; a kvplug.PagePool, or None for one of its own")
+        raise NotThisPool(f"pool={pool!r} is not accepted; a kvplug.PagePool, or None for one of its own")
     if pool is not None:
         pool.check_model(fingerprint(model))
     if pool is None:
         return codecs, PagePool(model, size, first)
     if (pool.page_size, pool.codec) != (size, first):
         names = ", ".join(codec.name for codec in first)
-        raise ValueError(f"it needs a pool of page_size={size} and codec ({names}), and pool={pool!r} is another")
+        raise NotThisPool(f"pool={pool!r} is not accepted; the cache needs one of page_size={size} and codec ({names})")
     return codecs, pool
 
 

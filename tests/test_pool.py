@@ -77,6 +77,30 @@ def test_padding_is_part_of_what_is_known(model):
     assert pool.open(ids[1:]).get_seq_length() == 12
 
 
+def test_padding_is_remembered_with_what_was_generated(model):
+    _, ids, mask = models.left_padded([9, 14])
+    pool = kvplug.PagePool(model, PAGE)
+    cache = pool.open(ids, mask)
+    out = greedy(model, ids, cache, mask=mask)
+    pool.keep(cache, out)
+    assert pool.open(ids).get_seq_length() == 0
+    longer = torch.cat([mask, mask.new_ones(2, out.shape[1] - 14)], dim=1)
+    cache = pool.open(out, longer)
+    assert cache.get_seq_length() == 16
+    assert greedy(model, out, cache, mask=longer).equal(greedy(model, out, kvplug.DenseCache(model), mask=longer))
+
+
+def test_the_prompt_of_beams_is_kept_by_its_ids_alone(model):
+    ids = models.tokens(2, 14)
+    pool = kvplug.PagePool(model, PAGE)
+    cache = kvplug.prefill(model, ids, pool.open(ids), rows=3)
+    beams = dict(num_beams=3, do_sample=False, max_new_tokens=6, attention_mask=torch.ones_like(ids))
+    model.generate(ids, past_key_values=cache, **beams)
+    pool.keep(cache, ids)
+    assert pool.open(ids).get_seq_length() == 12
+    assert greedy(model, ids, pool.open(ids)).equal(greedy(model, ids, kvplug.DenseCache(model)))
+
+
 def test_a_page_of_the_same_tokens_elsewhere_is_another_page(model):
     pool = kvplug.PagePool(model, PAGE)
     ids = torch.full((1, 17), 7)
@@ -120,7 +144,7 @@ def test_a_full_pool_says_so_before_anything_is_changed(model):
     with torch.no_grad():
         model(ids[:, :18], past_key_values=cache)
         before, held = [layer.keys.clone() for layer in cache.layers], pool.pages_held
-        with pytest.raises(kvplug.OutOfPages, match=f"max_bytes={pool.max_bytes}.*more pages of 4 tokens"):
+        with pytest.raises(kvplug.OutOfPages, match=f"max_bytes={pool.max_bytes}.*more pages of 4,"):
             model(ids[:, 18:], past_key_values=cache)
         assert pool.pages_held == held
         assert cache.get_seq_length() == 18
@@ -267,7 +291,7 @@ def test_what_cannot_be_kept_or_opened(model):
         pool.keep(evicting, ids)
     cache = pool.open(ids)
     greedy(model, ids, cache)
-    with pytest.raises(ValueError, match="input_ids has 1 rows, and the cache has 2"):
+    with pytest.raises(ValueError, match="input_ids has 1 rows, and the cache has 2"):  # of two prompts
         pool.keep(cache, ids[:1])
     cache.reorder_cache(torch.tensor([1, 0]))
     with pytest.raises(ValueError, match="input_ids=None is for a cache of open"):
@@ -453,6 +477,9 @@ def test_a_saved_cache_comes_back_with_its_sharing_into_a_pool(model, tmp_path):
     pool.check()
     with pytest.raises(ValueError, match="page_size=4"):
         kvplug.load(tmp_path / "x", model, pool=kvplug.PagePool(model, 8))
+    kvplug.DenseCache(model).save(tmp_path / "dense")
+    with pytest.raises(ValueError, match=r"^pool=.* is for a cache that was saved in pages"):
+        kvplug.load(tmp_path / "dense", model, pool=pool)
     small = kvplug.PagePool(model, PAGE, max_bytes=3 * PAGE * TOKEN)
     with pytest.raises(kvplug.OutOfPages):
         kvplug.load(tmp_path / "x", model, pool=small)

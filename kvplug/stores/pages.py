@@ -121,8 +121,8 @@ class Pages:
         needed = sum(pages * self.page_bytes(arena) for arena, pages in least.items())
         if needed > self.max_bytes:
             raise OutOfPages(
-                f"max_bytes={self.max_bytes} of the pool are not enough for the tokens of this forward: they take "
-                f"{sum(more.values())} more pages of {self.page_size} tokens, {needed} bytes in all. Drop a cache that "
+                f"max_bytes={self.max_bytes} of the pool are not enough for these tokens: they take "
+                f"{sum(more.values())} more pages of {self.page_size}, {needed} bytes in all. Drop a cache that "
                 "is not used any more (del cache, or cache.reset()), crop one, or make the pool larger"
             )
         while self._needed(more) > self.max_bytes and self.forget():
