@@ -63,7 +63,7 @@ def main(
         print(f"{score[row]:.2f}  {loaded.tokenizer.decode(answers[row], skip_special_tokens=True)!r}")
     held = cache.memory()
     print(
-        f"[{samples} answers and their prompt: {human(held.total)}; one prompt: {human(one)}; each with its own prompt: "
+        f"[{samples} answers and their prompt: {human(held.total)}; prompt: {human(one)}; each with its own prompt: "
         f"{human(held.dense_total)}]"
     )
 
