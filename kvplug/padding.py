@@ -31,6 +31,15 @@ def nothing_hidden(mask: torch.Tensor, start: int, stop: int) -> bool:
     return answer
 
 
+def check_prompts(input_ids: object) -> None:
+    """Raises ValueError where something is not token numbers `[batch, tokens]`, at least one each."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or 0 in input_ids.shape:
+        shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise ValueError(f"input_ids={shape} is not accepted; token numbers [batch, tokens], at least 1 each, are")
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids of {input_ids.dtype} are not accepted; token numbers are")
+
+
 def check_left_padding(attention_mask: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
     """Where a mask for prompts hides tokens, bool `[batch, tokens]`.
 

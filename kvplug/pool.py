@@ -15,7 +15,7 @@ from kvplug.codecs import Codec
 from kvplug.fingerprint import Fingerprint, differences, fingerprint
 from kvplug.layer import KVLayer
 from kvplug.memory import human
-from kvplug.padding import check_left_padding
+from kvplug.padding import check_left_padding, check_prompts
 from kvplug.policies import Policy
 from kvplug.prefixes import Prefixes
 from kvplug.probe import probe
@@ -49,7 +49,8 @@ class PagePool(Pages):
         codec: CodecLike | tuple[CodecLike, CodecLike] = None,
         max_bytes: int | None = None,
     ):
-        self.fingerprint = fingerprint(config) if configs_of(config) else None
+        configs_of(config)  # raises for what is neither
+        self.fingerprint = fingerprint(config)
         # A pool does not keep its model alive.
         self._model = weakref.ref(config)
         self._config = config if isinstance(config, PreTrainedConfig) else config.config
@@ -188,11 +189,12 @@ class PagePool(Pages):
         """Forgets all prompts; their pages are free once no cache holds them."""
         self.prefixes.clear()
 
-    def forget(self) -> bool:
-        return self.prefixes.forget()
+    def forget(self, nbytes: int) -> None:
+        if nbytes > 0:
+            self.prefixes.forget(-(-nbytes // self.page_bytes(self.prefixes.arena)))
 
     def forgettable(self) -> dict[Arena, int]:
-        return {self.prefixes.arena: self.prefixes.forgettable}
+        return {self.prefixes.arena: len(self.prefixes.forgettable)}
 
 
 @dataclass(frozen=True)
@@ -204,9 +206,17 @@ class Prompt:
     turn: int
 
     def padding_of(self, ids: list[int]) -> int:
-        """Padding of a row that goes on from one of the prompts; 0 for others."""
-        found = (count for row, count in zip(self.rows, self.padding, strict=True) if ids[: len(row)] == row)
-        return next(found, 0)
+        """Padding of a row that goes on from one of the prompts; 0 for others.
+
+        Raises:
+            ValueError: it goes on from several that differ in padding.
+        """
+        found = {count for row, count in zip(self.rows, self.padding, strict=True) if ids[: len(row)] == row}
+        if len(found) > 1:
+            raise ValueError(
+                "attention_mask=None does not tell which of the prompts' padding is meant; the mask is accepted"
+            )
+        return next(iter(found), 0)
 
 
 def _of_each(pages: torch.Tensor, prompts: int) -> torch.Tensor:
@@ -228,11 +238,7 @@ def _of_each(pages: torch.Tensor, prompts: int) -> torch.Tensor:
 
 def _rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:
     """The tokens of each row, and how many of them are padding."""
-    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or 0 in input_ids.shape:
-        shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-        raise ValueError(f"input_ids={shape} is not accepted; token numbers [batch, tokens], at least 1 each, are")
-    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-        raise ValueError(f"input_ids of {input_ids.dtype} are not accepted; token numbers are")
+    check_prompts(input_ids)
     rows = input_ids.tolist()
     if attention_mask is None:
         return rows, [0] * len(rows)
@@ -278,12 +284,13 @@ class PagedCache(KVCache):
             pool = PagePool(config, PAGE_SIZE if page_size is None else page_size, codec)
         elif not isinstance(pool, PagePool):
             raise ValueError(f"pool={pool!r} is not accepted; a kvplug.PagePool, or None for one of its own")
+        else:
+            pool.check_model(fingerprint(config))
         if page_size is not None and page_size != pool.page_size:
             raise ValueError(f"page_size={page_size!r} is not that of the pool; {pool.page_size} or None is accepted")
         if codec is not None and tuple(side.tokenwise() for side in get_codecs(codec)) != pool.codec:
             names = ", ".join(side.name for side in pool.codec)
             raise ValueError(f"codec={codec!r} is not that of the pool, ({names}); that or None is accepted")
-        pool.check_model(fingerprint(config))
         super().__init__(config, codec=pool.codec, policy=policy, pool=pool)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -295,7 +302,7 @@ class PagedCache(KVCache):
         super().crop(tokens_to_remove)
         if self.prompt is not None:
             seen = self.get_seq_length()
-            self.prompt = replace(self.prompt, rows=[ids[:seen] for ids in self.prompt.rows])
+            self.prompt = replace(self.prompt, rows=[ids[:seen] for ids in self.prompt.rows]) if seen else None
 
     def reset(self) -> None:
         """As new, for any batch; pages are given back."""

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from kvplug import compat
 from kvplug.cache import KVCache
-from kvplug.padding import check_left_padding
+from kvplug.padding import check_left_padding, check_prompts
 from kvplug.policies.positional import check_count
 
 
@@ -72,23 +72,16 @@ def prefill(
 
 def _takes(model: torch.nn.Module) -> Callable[[str], bool]:
     """Tells whether a model's forward takes an argument; one that hands on what it is given is looked through."""
-    while isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "base_model", None), torch.nn.Module):
-        if inner is model or "input_ids" in inspect.signature(model.forward).parameters:
-            break
-        model = inner
     known = inspect.signature(model.forward).parameters
+    inner = getattr(model, "_orig_mod", None) or getattr(model, "base_model", None)
+    if "input_ids" not in known and isinstance(inner, torch.nn.Module) and inner is not model:
+        return _takes(inner)
     return lambda name: name in known
 
 
 def _check(input_ids, cache, rows: int, chunk: int | None, attention_mask) -> int:
     """The number of tokens that the cache has seen."""
-    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[1] < 1:
-        shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-        raise ValueError(f"input_ids={shape} is not accepted; token numbers [batch, tokens], at least 1 each, are")
-    if input_ids.is_floating_point() or 0 in input_ids.shape:
-        raise ValueError(
-            f"input_ids of {input_ids.dtype}, {tuple(input_ids.shape)}, are not accepted; token numbers are"
-        )
+    check_prompts(input_ids)
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache={type(cache).__name__} is not accepted; a cache of kvplug is")
     check_count("rows", rows, 1)

@@ -20,7 +20,6 @@ class Node:
     key: tuple
     parent: Node | None
     used: int
-    children: int = 0
 
 
 class Prefixes(Holder):
@@ -94,32 +93,31 @@ class Prefixes(Holder):
                 self.numbers += 1
                 node = self.nodes[key] = Node(page, self.numbers, key, parent, self.time)
                 new.append(page)
-                if parent is not None:
-                    parent.children += 1
             node.used = self.time
             parent = node
         self.arena.hold(torch.tensor(new, dtype=torch.int64))
 
     @property
-    def forgettable(self) -> int:
-        """Pages that would be free if all were given up."""
-        return sum(int(self.arena.refs[node.page]) == 1 for node in self.nodes.values())
+    def forgettable(self) -> list[Node]:
+        """Pages that nobody else holds, nor any that goes on from them; those to leave first come first: the least
+        recently used, of one prompt the last."""
+        refs, needed = self.arena.refs.tolist(), set()
+        free = []
+        # Whatever goes on from a page was remembered after it.
+        for node in reversed(self.nodes.values()):
+            if refs[node.page] == 1 and node.number not in needed:
+                free.append(node)
+            elif node.parent is not None:
+                needed.add(node.parent.number)
+        # A page was used whenever one that goes on from it was, so none leaves before those.
+        return sorted(free, key=lambda node: (node.used, -node.number))
 
-    def forget(self) -> bool:
-        """Gives up the page that was least recently used of those that no cache holds and none goes on from; False
-        where there is none."""
-        free = [n for n in self.nodes.values() if n.children == 0 and int(self.arena.refs[n.page]) == 1]
-        if not free:
-            return False
-        # Of pages that were used together the last ones of a prompt leave first.
-        self._remove(min(free, key=lambda n: (n.used, -n.number)))
-        return True
-
-    def _remove(self, node: Node) -> None:
-        del self.nodes[node.key]
-        if node.parent is not None:
-            node.parent.children -= 1
-        self.arena.release(torch.tensor([node.page]))
+    def forget(self, pages: int) -> None:
+        """Gives up so many of the forgettable pages."""
+        gone = self.forgettable[:pages]
+        for node in gone:
+            del self.nodes[node.key]
+        self.arena.release(torch.tensor([node.page for node in gone], dtype=torch.int64))
 
     def clear(self) -> None:
         """Gives up all."""

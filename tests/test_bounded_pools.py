@@ -101,6 +101,26 @@ def test_padding_that_is_told_late_finds_its_pages_first(model):
     assert [(layer.seen, layer.store.length) for layer in cache.layers] == [(8, 8)] * 2
 
 
+def test_a_page_that_held_ones_go_on_from_is_not_counted_on(model):
+    """The beginning is known by the pages of one cache, which died, and goes on in those of another, which lives."""
+    pool = kvplug.PagePool(model, PAGE)
+    ids = models.tokens(1, 17)
+    one, other = kvplug.PagedCache(model, pool=pool), kvplug.PagedCache(model, pool=pool)
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=one)
+        model(ids, past_key_values=other)
+        pool.keep(one, ids)
+        pool.keep(other, ids)
+        del one
+        assert pool.prefixes.forgettable == []
+        pool.max_bytes = pool.pages_held * PAGE * TOKEN
+        with pytest.raises(kvplug.OutOfPages):
+            model(models.tokens(1, 9, seed=2), past_key_values=kvplug.PagedCache(model, pool=pool))
+    assert pool.nbytes <= pool.max_bytes + 3 * PAGE * TOKEN
+    assert pool.open(ids).get_seq_length() == 16
+    pool.check()
+
+
 def test_what_cannot_fit_forgets_nothing(model):
     pool = kvplug.PagePool(model, PAGE, max_bytes=20 * PAGE * TOKEN)
     known(model, pool, models.tokens(1, 17))

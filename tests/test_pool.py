@@ -76,6 +76,31 @@ def test_padding_is_remembered_with_what_was_generated(model):
     assert greedy(model, out, cache, mask=longer).equal(greedy(model, out, kvplug.DenseCache(model), mask=longer))
 
 
+def test_padding_of_a_prompt_that_was_cropped_away_is_forgotten(model):
+    _, ids, mask = models.left_padded([9, 14])
+    pool = kvplug.PagePool(model, PAGE)
+    cache = pool.open(ids, mask)
+    greedy(model, ids, cache, mask=mask)
+    cache.crop(-cache.get_seq_length())
+    other = models.tokens(2, 14, seed=8)
+    greedy(model, other, cache)
+    pool.keep(cache, other)
+    assert pool.open(other).get_seq_length() == 12
+
+
+def test_equal_prompts_of_different_padding_need_their_mask(model):
+    ids = models.tokens(1, 12).expand(2, -1)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    pool = kvplug.PagePool(model, PAGE)
+    cache = pool.open(ids, mask)
+    greedy(model, ids, cache, mask=mask)
+    with pytest.raises(ValueError, match="attention_mask=None does not tell"):
+        pool.keep(cache, ids)
+    pool.keep(cache, ids, mask)
+    assert pool.open(ids, mask).get_seq_length() == 8
+
+
 def test_the_prompt_of_beams_is_kept_by_its_ids_alone(model):
     ids = models.tokens(2, 14)
     pool = kvplug.PagePool(model, PAGE)

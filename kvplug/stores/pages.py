@@ -125,8 +125,7 @@ class Pages:
                 f"{sum(more.values())} more pages of {self.page_size}, {needed} bytes in all. Drop a cache that "
                 "is not used any more (del cache, or cache.reset()), crop one, or make the pool larger"
             )
-        while self._needed(more) > self.max_bytes and self.forget():
-            more = self._lacking(wants)
+        self.forget(self._needed(more) - self.max_bytes)
         for arena in self.arenas.values():
             # Another arena needs what is free here.
             target = arena.held + more.get(arena, 0)
@@ -153,12 +152,11 @@ class Pages:
         others = self._used(more) - max(arena.capacity, held) * page
         return max(min(capacity_for(held), (self.max_bytes - others) // max(page, 1)), held)
 
-    def forget(self) -> bool:
-        """Gives up what nobody needs but might again; False where there is no such thing."""
-        return False
+    def forget(self, nbytes: int) -> None:
+        """Gives up so many bytes of what nobody needs but might again, if they are more than 0."""
 
     def forgettable(self) -> dict[Arena, int]:
-        """Pages of each arena that `forget` could give up one after the other."""
+        """Pages of each arena that `forget` could give up."""
         return {}
 
     def check(self) -> None:
