@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from kvplug import compat
 from kvplug.attention import attach
-from kvplug.cache import CodecLike, KVCache, get_codecs, make_layers
+from kvplug.build import CodecLike, get_codecs, make_layers
+from kvplug.cache import KVCache
 from kvplug.codecs import Codec
 from kvplug.fingerprint import fingerprint
 from kvplug.layer import KVLayer

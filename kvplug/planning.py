@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvplug import compat
-from kvplug.cache import KVCache, make_layers
+from kvplug.build import make_layers
+from kvplug.cache import KVCache
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
 from kvplug.policies import Scored

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 from kvplug import compat
 from kvplug.attention import configs_of
-from kvplug.cache import CodecLike, KVCache, get_codecs
+from kvplug.build import CodecLike, get_codecs
+from kvplug.cache import KVCache
 from kvplug.codecs import Codec
 from kvplug.fingerprint import Fingerprint, differences, fingerprint
 from kvplug.layer import KVLayer

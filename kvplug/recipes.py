@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvplug.cache import CodecLike, KVCache, grouping, make_codecs
+from kvplug.build import CodecLike, grouping, make_codecs
+from kvplug.cache import KVCache
 from kvplug.codecs import get_codec
 from kvplug.policies import (
     ExpectedAttention,

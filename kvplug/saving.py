@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig
 from kvplug import files, recipes
 from kvplug.adaptive import AdaptiveLayer
 from kvplug.attention import attach, configs_of
-from kvplug.cache import KVCache, make_layers
+from kvplug.build import make_layers
+from kvplug.cache import KVCache
 from kvplug.compress import CompressedCache, CompressedLayer
 from kvplug.evicting import EvictingLayer
 from kvplug.files import Path, refusal

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 
-from kvplug.cache import KVCache, make_codecs
+from kvplug.build import make_codecs
+from kvplug.cache import KVCache
 from kvplug.codecs import CODECS, Codec, get_codec
 from kvplug.policies import POLICIES, Policy
 from kvplug.stores.pages import PAGE_SIZE, Pages

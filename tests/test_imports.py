@@ -23,6 +23,7 @@ FLOORS = [
     {"memory", "residual", "evicting", "states"},
     {"scored"},
     {"adaptive"},
+    {"build"},
     {"cache"},
     {"pool", "prefill", "shapes", "compress"},
     {"recipes", "spec"},
