@@ -72,7 +72,7 @@ class AdaptiveLayer(ScoredLayer):
         if new is None:
             super()._see(weights)
         else:
-            mass = [self.policy.reduce(x).flatten(1)[:, None] for x in (weights, new)]
+            mass = [self.policy.reduce(x.detach()).flatten(1)[:, None] for x in (weights, new)]
             self._add(torch.cat(mass, dim=-1))
 
     def _joined(self, new: torch.Tensor) -> torch.Tensor:

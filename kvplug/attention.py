@@ -6,6 +6,7 @@ Without one of our caches in the call both are the functions that the model had 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedConfig
@@ -61,6 +62,9 @@ def attention_forward(
     """
     name = _previous(getattr(module, "config", None))
     view = view_of(key, value)
+    if view is not None and view.queries != query.shape[2]:
+        # A model may ask for its last tokens alone from some layer on.
+        view = replace(view, queries=query.shape[2])
     special = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
     foreign = bool(dropout) or kwargs.get("position_bias") is not None
     if view is None and name == "sdpa" and query.shape[2] == 1 and not special and not foreign:
@@ -96,8 +100,10 @@ def attention_forward(
                 counted,
                 **_more(query, scaling, kwargs),
             )
-    if view is not None:
-        view.done(query, attention_mask)
+    # Of keys that carry gradients the view is not shown.
+    done = getattr(key, "kvplug_done", None) if view is None else view.done
+    if done is not None:
+        done(query, attention_mask)
     return out
 
 

@@ -6,7 +6,7 @@ Says no where two things can't be had together, and why. Must never touch a laye
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from transformers import PreTrainedConfig
 
@@ -21,6 +21,8 @@ from kvplug.policies.positional import check_count
 from kvplug.residual import ResidualLayer
 from kvplug.rope import HINT, Rope, rope_of_layers
 from kvplug.scored import ScoredLayer
+from kvplug.sharing import BorrowedLayer, Readers, owners
+from kvplug.sharing_plan import SharingPlan
 from kvplug.stores import PagedStore, Pages
 from kvplug.stores.residual import defaults
 from kvplug.stores.tables import Table
@@ -69,7 +71,7 @@ def grouping(name: CodecLike, scheme: str | None, group_size: int | None) -> dic
 
 
 def make_layers(
-    config: object, codec, policy, residual=None, sinks=None, layer_codecs=None, pool: Pages | None = None
+    config: object, codec, policy, residual=None, sinks=None, layer_codecs=None, pool: Pages | None = None, share=None
 ) -> list:
     """The layers of a cache for a model or config: ours where attention is full, transformers' own elsewhere.
 
@@ -91,6 +93,10 @@ def make_layers(
             f"config={type(text).__name__} has no full-attention layers (its layers: {kinds}), so there is nothing to "
             "compress; a model with full attention is accepted"
         )
+    groups = share.groups_for(config) if isinstance(share, SharingPlan) else share
+    borrowed = owners(groups, full) if groups is not None else {}
+    _check_alike(text, borrowed)
+    full = [i for i in full if i not in borrowed]
     sides = get_codecs(codec)
     if isinstance(policy, Scored):
         policies = policy.of_layers(len(full))
@@ -99,6 +105,7 @@ def make_layers(
     if len(policies) != len(full):
         raise ValueError(
             f"policy has {len(policies)} entries; one for each of the {len(full)} full-attention layers is accepted"
+            f"{', those that borrow left out' if borrowed else ''}"
         )
     for one in policies:
         if one is not None and not isinstance(one, Policy):
@@ -106,6 +113,11 @@ def make_layers(
     _check_dense_parts(residual, sinks, policy, sides, layer_codecs, pool)
     others = {i: get_codecs(one, f"layer_dtypes[{i!r}]") for i, one in (layer_codecs or {}).items()}
     for i in others:
+        if i in borrowed:
+            raise ValueError(
+                f"layer_dtypes has an entry for layer {i!r}, which reads the keys and values of layer {borrowed[i]}; "
+                f"accepted: {', '.join(map(str, full))}"
+            )
         if i not in full:
             raise ValueError(
                 f"layer_dtypes has an entry for layer {i!r}, which is not a full-attention layer; accepted: "
@@ -115,7 +127,34 @@ def make_layers(
     stores = _paged_stores(pool, full, policies) if pool is not None else {}
     for i, one, rope in zip(full, policies, ropes, strict=True):
         layers[i] = _make_layer(*others.get(i, sides), one, rope, residual, sinks, stores.get(i))
+    lend(layers, borrowed, compat.readers(model_config))
     return layers
+
+
+def lend(layers: list, borrowed: Mapping[int, int], handed_on: Mapping[int, int]) -> None:
+    """Has layers read the keys and values of others.
+
+    Args:
+        layers: those of a cache; that of a layer that borrows takes the place of what is there.
+        borrowed: the owner of each layer that borrows.
+        handed_on: to how many layers the model itself hands on what is shown of a layer.
+    """
+    for i, others in handed_on.items():
+        if isinstance(layers[i], KVLayer):
+            layers[i].readers = Readers(others)
+    for i, owner in borrowed.items():
+        layers[i] = BorrowedLayer(layers[owner], owner)
+
+
+def _check_alike(config: PreTrainedConfig, borrowed: Mapping[int, int]) -> None:
+    """Raises ValueError where a layer is to read keys and values of another shape than its own."""
+    for i, owner in borrowed.items():
+        own, other = (compat.kv_shape(config, layer) for layer in (i, owner))
+        if own != other:
+            raise ValueError(
+                f"layer {i} can't read the keys and values of layer {owner}: it has {own[0]} heads of widths {own[1:]} "
+                f"and that one {other[0]} of {other[1:]}; groups of layers alike are accepted"
+            )
 
 
 def _paged_stores(pool: Pages, full: list[int], policies: list[Policy | None]) -> dict[int, Callable[..., PagedStore]]:

@@ -17,6 +17,8 @@ from kvplug.fingerprint import Fingerprint, fingerprint
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
 from kvplug.policies import Policy
+from kvplug.sharing import Groups
+from kvplug.sharing_plan import SharingPlan
 from kvplug.states import finish_copies, layer_state
 from kvplug.stores import OutOfPages, PagedStore, Pages
 from kvplug.stores.base import prefixed
@@ -38,6 +40,8 @@ class KVCache(compat.Cache):
         layer_codecs: another codec, or pair of them, for some layers, by their index in the model.
         pool: pages for the cache to live in, perhaps together with others; None for one buffer a row. Each token is
             written by itself, as under a policy.
+        share: which layers read the keys and values of another (see `SharedCache`), None for no layer. All that is
+            said of each full-attention layer is then said of those that own theirs.
 
     Raises:
         ValueError: an argument is not known, the model has no full-attention layers, or its attention can't be
@@ -63,8 +67,9 @@ class KVCache(compat.Cache):
         sinks: int | None = None,
         layer_codecs: Mapping[int, CodecLike | tuple[CodecLike, CodecLike]] | None = None,
         pool: Pages | None = None,
+        share: Groups | SharingPlan | None = None,
     ):
-        layers = make_layers(config, codec, policy, residual, sinks, layer_codecs, pool)
+        layers = make_layers(config, codec, policy, residual, sinks, layer_codecs, pool, share)
         evicting = any(isinstance(layer, KVLayer) and layer.policy for layer in layers)
         if evicting and isinstance(config, torch.nn.Module) and not compat.can_route(config):
             raise ValueError(

@@ -38,6 +38,7 @@ __all__ = [
     "is_sliding",
     "kv_shape",
     "mask_function",
+    "readers",
     "text_config",
 ]
 
@@ -101,6 +102,24 @@ def kv_shape(config: PreTrainedConfig, layer_idx: int) -> tuple[int, int, int]:
     heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
     dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
     return heads, dim, dim
+
+
+def readers(config: PreTrainedConfig) -> dict[int, int]:
+    """How many layers the model itself hands the keys and values of another one to, by that one's index.
+
+    They attend to what the cache's `update` returned for it, and never call `update`.
+    """
+    text = text_config(config)
+    kinds, borrowing = getattr(text, "layer_types", None), getattr(text, "num_kv_shared_layers", 0)
+    if not kinds or not borrowing:
+        return {}
+    own = kinds[: len(kinds) - borrowing]
+    found: dict[int, int] = {}
+    for kind in kinds[len(own) :]:
+        if kind in own:
+            owner = len(own) - 1 - own[::-1].index(kind)
+            found[owner] = found.get(owner, 0) + 1
+    return found
 
 
 # Whether assisted decoding asks `is_croppable` before it relies on cropping (5.17 goes on without asking).

@@ -13,12 +13,13 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvplug.codecs import CODECS, Codec, Plain
-from kvplug.padding import nothing_hidden, visible
+from kvplug.padding import nothing_hidden, visible_since
 from kvplug.policies import Policy
 from kvplug.rope import Rope
-from kvplug.stores import STORES, State, Store, Want, check_finite
+from kvplug.sharing import Readers
+from kvplug.stores import STORES, State, Store, Want, check_finite, check_shapes
 from kvplug.stores.base import copied, dtype_named, part_of, prefixed
-from kvplug.view import KVTensor, KVView, Segment, Watch, mark_plain
+from kvplug.view import KVTensor, KVView, Segment, Watch, mark_plain, with_graph
 
 # Tensors of a layer's state, beside those of its store: see `KVLayer._clear`.
 SAVED = ("real", "padding", "fresh.keys", "fresh.values")
@@ -46,6 +47,8 @@ class KVLayer(CacheLayerMixin):
     is_sliding = False
     # What is told of each slot under a policy.
     tables: tuple[str, ...] = ("positions",)
+    # The layers that read what this one holds, None where there are none.
+    readers: Readers | None = None
 
     def __init__(
         self,
@@ -67,6 +70,8 @@ class KVLayer(CacheLayerMixin):
         return store(keys, values, limit=self.budget, tables=tables)
 
     def _clear(self) -> None:
+        if self.readers is not None:
+            self.readers.shown = None
         self.is_initialized = False
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None
@@ -105,9 +110,8 @@ class KVLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.store.allocate(key_states, value_states)
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.shape = (*key_states.shape[:2], key_states.shape[-1], value_states.shape[-1])
-        self.is_initialized = True
+        shape = (*key_states.shape[:2], key_states.shape[-1], value_states.shape[-1])
+        self.adopt(shape, key_states.dtype, key_states.device, self.seen)
 
     def adopt(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, seen: int) -> None:
         """Goes on from `seen` tokens that the store holds already; `shape` is batch, kv_heads, key and value width."""
@@ -135,17 +139,24 @@ class KVLayer(CacheLayerMixin):
             self.prefetch()
         before, tokens = self.seen, key_states.shape[2]
         self.seen += tokens
-        kept = key_states.detach().to(self.dtype), value_states.detach().to(self.dtype)
+        states = key_states.to(self.dtype), value_states.to(self.dtype)
+        shown = self._show(*states, before)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in states) and not self.drops:
+            shown = with_graph(shown, states, before)
+        return shown if self.readers is None else self.readers.show(shown, tokens)
+
+    def _show(self, keys: torch.Tensor, values: torch.Tensor, before: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes the tokens of a forward, the first of which is number `before`; what attention over them reads."""
         if self.direct:
-            self.store.append(*kept)
+            self.store.append(keys.detach(), values.detach())
             if before == 0:
-                return key_states, value_states
+                return keys, values
             parts = self.store.parts()
-            if len(parts) > 1 or parts[0].sharing is not None:
-                return KVTensor.of(self._view(tokens))
-            return tuple(mark_plain(side.fields["codes"]) for side in (parts[0].keys, parts[0].values))
-        self._take(*kept)
-        return KVTensor.of(self._view(tokens))
+            if len(parts) == 1 and parts[0].sharing is None:
+                return tuple(mark_plain(side.fields["codes"]) for side in (parts[0].keys, parts[0].values))
+        else:
+            self._take(*(x if self.drops else x.detach() for x in (keys, values)))
+        return KVTensor.of(self._view(keys.shape[2]))
 
     def _take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keeps the tokens of a forward at hand until attention over them is done."""
@@ -155,16 +166,7 @@ class KVLayer(CacheLayerMixin):
 
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Raises ValueError, as `update` does, where it would."""
-        for name, x in (("key_states", key_states), ("value_states", value_states)):
-            if x.ndim != 4:
-                raise ValueError(f"{name} has shape {tuple(x.shape)}; [batch, kv_heads, tokens, head_dim] is accepted")
-        got = (*key_states.shape[:2], key_states.shape[-1], value_states.shape[-1])
-        if key_states.shape[:3] != value_states.shape[:3] or (self.shape is not None and got != self.shape):
-            held = f"a cache of batch, kv_heads, key and value width {self.shape}" if self.shape else "each other"
-            raise ValueError(
-                f"key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} do not fit {held}; "
-                "call reset() to use the cache for another batch, or kvplug.prefill(…, rows=…) to go on in more rows"
-            )
+        check_shapes(key_states, value_states, self.shape)
         if not self.exact:
             check_finite(key_states, value_states)
 
@@ -213,7 +215,8 @@ class KVLayer(CacheLayerMixin):
     # After attention
 
     def _done(self, query: torch.Tensor | None, mask: torch.Tensor | None) -> None:
-        self.settle(mask)
+        if self.readers is None or self.readers.attended():
+            self.settle(mask)
 
     @property
     def unfinished(self) -> int:
@@ -242,7 +245,8 @@ class KVLayer(CacheLayerMixin):
             self._note_padding(mask)
         if self.record_past and self.policy is not None and not force:
             return
-        (keys, values), real = self.fresh, self._real
+        # What is stored is a constant: gradients flow to the tokens of a forward alone.
+        (keys, values), real = (x.detach() for x in self.fresh), self._real
         self.fresh = self._real = None
         self._place(keys, values, self.seen - keys.shape[2], real)
 
@@ -252,14 +256,9 @@ class KVLayer(CacheLayerMixin):
 
     def _note_padding(self, mask: torch.Tensor) -> None:
         """Tells from a mask which of the pending tokens are padding: those that no query of the forward sees."""
-        tokens = self.pending
-        if self.padding is None and self._real is None and nothing_hidden(mask, self.seen - tokens, self.seen):
-            return
-        real = visible(mask, self.seen - tokens, self.seen)
-        if self._real is not None:
-            earlier = self._real.shape[1]
-            real = torch.cat([real[:, :earlier] | self._real, real[:, earlier:]], dim=1)
-        self._real = real
+        start = self.seen - self.pending
+        if self.padding is not None or self._real is not None or not nothing_hidden(mask, start, self.seen):
+            self._real = visible_since(self._real, mask, start, self.seen)
 
     # Lengths
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, fields
 import torch
 
 from kvplug.layer import KVLayer
+from kvplug.sharing import BorrowedLayer
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of a cache, by kind, for the whole batch and all layers.
+    """Bytes of a cache, by kind, for the whole batch and all layers. What layers share counts once.
 
     A page that several rows hold counts once. The books of a pool do not count: 8 bytes on the host for each page of a
     row, and as many for each slot that has to be gathered.
@@ -29,10 +30,10 @@ class MemoryReport:
         spare: capacity that is reserved and holds nothing. Of a pool that several caches are in, only the rest of this
             one's own last pages.
         tokens_seen: tokens a row has been given.
-        tokens_kept: token slots in use for a row, a mean over the layers where they differ.
+        tokens_kept: token slots in use for a row, a mean over the layers that hold any where they differ.
         elements: scalars of K and V that are kept, for the whole batch.
         batch: rows.
-        dense_total: bytes of all tokens seen in the model's dtype, as `DynamicCache` holds them.
+        dense_total: bytes of all tokens seen in the model's dtype, as `DynamicCache` holds them, for each layer.
     """
 
     keys: int = 0
@@ -107,6 +108,9 @@ def measure(layers: Iterable[object]) -> MemoryReport:
             part = _ours(layer)
             kept += part.pop("kept") * times
             ours += layer.is_initialized * times
+        elif isinstance(layer, BorrowedLayer):
+            told = _ours(layer.owner)
+            part = {name: told[name] for name in ("tokens_seen", "batch", "dense_total") if name in told}
         else:
             part = _theirs(layer)
         for name, value in part.items():

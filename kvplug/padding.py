@@ -16,6 +16,15 @@ def visible(mask: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return seen[:, 0].any(dim=1)
 
 
+def visible_since(earlier: torch.Tensor | None, mask: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """As `visible`, where `earlier` masks told of the first of the tokens: what any of them let a query see is seen."""
+    real = visible(mask, start, stop)
+    if earlier is None:
+        return real
+    known = earlier.shape[1]
+    return torch.cat([real[:, :known] | earlier, real[:, known:]], dim=1)
+
+
 # The mask of the last forward and what was read from it: all layers of a forward are given the same one.
 _last_mask: tuple = (None, None, False)
 

@@ -19,6 +19,7 @@ from kvplug.memory import MemoryReport, measure
 from kvplug.policies import Scored
 from kvplug.probe import Handed, Probe, Shape, probe
 from kvplug.residual import ResidualLayer
+from kvplug.sharing import BorrowedLayer
 from kvplug.spec import parse
 
 # Tokens of a prompt that tell what one of those that a share keeps costs.
@@ -96,6 +97,10 @@ class Planner:
                 )
             if isinstance(layer, KVLayer):
                 own = layer.settings
+            elif isinstance(layer, BorrowedLayer):
+                # What it reads is told by any owner that is alike.
+                own = BorrowedLayer, self._group[layer.index]
+                layer = BorrowedLayer(self._first[own[1]][0], layer.index)
             else:
                 own = type(layer), getattr(layer, "sliding_window", None)
             group = groups.setdefault((own, handed), len(self._first))
@@ -164,7 +169,7 @@ class Planner:
 def _kind(layer: object) -> str:
     if isinstance(layer, KVLayer):
         return "full"
-    if compat.is_never_written(layer):
+    if compat.is_never_written(layer) or isinstance(layer, BorrowedLayer):
         return "shared"
     if compat.is_sliding(layer):
         return "sliding"
@@ -189,7 +194,7 @@ def _check_eviction(text: PreTrainedConfig, layers: list, known: Probe) -> None:
 
 
 def _fill(cache: KVCache, layer_idx: int, handed: Handed, tokens: int, batch: int) -> None:
-    if tokens == 0:
+    if tokens == 0 or isinstance(cache.layers[layer_idx], BorrowedLayer):
         return
     if handed.keys is not None:
         keys, values = (_empty(batch, tokens, side) for side in (handed.keys, handed.values))

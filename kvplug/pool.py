@@ -20,6 +20,7 @@ from kvplug.padding import check_left_padding, check_prompts
 from kvplug.policies import Policy
 from kvplug.prefixes import Prefixes
 from kvplug.probe import probe
+from kvplug.sharing import BorrowedLayer
 from kvplug.stores import Pages
 from kvplug.stores.arena import Arena
 from kvplug.stores.pages import PAGE_SIZE
@@ -248,7 +249,7 @@ def _rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple
 
 def _check_all_paged(cache: KVCache) -> None:
     for i, layer in enumerate(cache.layers):
-        if not isinstance(layer, KVLayer) and not compat.is_never_written(layer):
+        if not isinstance(layer, KVLayer | BorrowedLayer) and not compat.is_never_written(layer):
             raise ValueError(
                 f"layer {i} ({type(layer).__name__}) keeps a window or a state that is not in pages, so a prompt can't "
                 "be taken up where it was left; a model whose layers all have full attention is accepted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvplug import files
 from kvplug.build import CodecLike, grouping, make_codecs
 from kvplug.cache import KVCache
 from kvplug.codecs import get_codec
@@ -13,11 +14,15 @@ from kvplug.policies import (
     KeyDiff,
     KeyNorm,
     NewestQuery,
+    Policy,
     Scored,
     SinkWindow,
     Votes,
     Window,
 )
+from kvplug.sharing import Groups
+from kvplug.sharing_plan import SharingPlan
+from kvplug.stores import Pages
 
 Count = int | Sequence[int]
 Layers = str | Sequence[float] | None
@@ -125,6 +130,52 @@ class StreamingLLMCache(KVCache):
         codec: CodecLike = None,
     ):
         super().__init__(config, codec=codec, policy=_per_layer(SinkWindow, sinks, window, positions=positions))
+
+
+class SharedCache(KVCache):
+    """Layers that share keys and values: the first of a group owns them, the others read them and store nothing.
+
+    A model learns to share by being trained with such a cache: pass it to each forward, after a `reset()`, and gradients
+    flow to the owners' projections; those of the layers that borrow are not used and get none. It then generates with
+    the same cache. A model that was trained without sharing pays for it: see `kvplug.calibrate_sharing` and `MiniCache`.
+
+    With gradient checkpointing transformers runs its layers without a cache, so nothing would be shared.
+
+    Args:
+        config: the model or its config.
+        groups: "cla2" for pairs of neighbours, "cla3" for threes and so on (Brandon et al., "Reducing Transformer
+            Key-Value Cache Size with Cross-Layer Attention", 2024, arXiv:2405.12981); "yoco" for one group of the upper
+            half (Sun et al., "You Only Cache Once", 2024, arXiv:2405.05254); or lists of layers by their index, the
+            lowest one first: `[[0, 1], [2, 3]]`. Full-attention layers alone can share.
+        plan: what `kvplug.calibrate_sharing` found, or the file that it wrote, in the place of `groups`.
+        codec, policy, residual, sinks, pool: as for `KVCache`, of the layers that own.
+
+    Raises:
+        ValueError: neither or both of `groups` and `plan` are given, one is not valid for the model, or the model is
+            trained with gradient checkpointing.
+    """
+
+    def __init__(
+        self,
+        config: object,
+        groups: Groups | None = None,
+        *,
+        plan: SharingPlan | files.Path | None = None,
+        codec: CodecLike | tuple[CodecLike, CodecLike] = None,
+        policy: Policy | Sequence[Policy | None] | None = None,
+        residual: int | None = None,
+        sinks: int | None = None,
+        pool: Pages | None = None,
+    ):
+        if (groups is None) == (plan is None):
+            raise ValueError(f"groups={groups!r} and plan={plan!r}: one of them is accepted")
+        if getattr(config, "is_gradient_checkpointing", False) and config.training:
+            raise ValueError(
+                f"{type(config).__name__} is trained with gradient checkpointing, under which its layers run without a "
+                "cache and nothing would be shared; gradient_checkpointing_disable() is accepted"
+            )
+        share = groups if plan is None else SharingPlan.of(plan)
+        super().__init__(config, codec=codec, policy=policy, residual=residual, sinks=sinks, pool=pool, share=share)
 
 
 class ScoredCache(KVCache):

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import torch
 from transformers import PreTrainedConfig
 
-from kvplug import files, recipes
+from kvplug import compat, files, recipes
 from kvplug.adaptive import AdaptiveLayer
 from kvplug.attention import attach, configs_of
-from kvplug.build import make_layers
+from kvplug.build import lend, make_layers
 from kvplug.cache import KVCache
 from kvplug.compress import CompressedCache, CompressedLayer
 from kvplug.evicting import EvictingLayer
@@ -25,6 +25,7 @@ from kvplug.policies import POLICIES
 from kvplug.pool import PagedCache, PagePool
 from kvplug.residual import ResidualLayer
 from kvplug.scored import ScoredLayer
+from kvplug.sharing import BorrowedLayer, groups
 from kvplug.states import CODEC_KINDS, load_theirs, made
 from kvplug.stores import State
 from kvplug.stores.base import dtype_named, part_of
@@ -82,7 +83,9 @@ def load(path: Path, model: object, pool: PagePool | None = None) -> KVCache:
         attach(model)
     else:
         # Routes the model, or says why that can't be.
-        KVCache(model, policy=[layer.policy for layer in layers if isinstance(layer, KVLayer)])
+        owned = [layer for layer in layers if isinstance(layer, KVLayer)]
+        borrowed = {i: layer.index for i, layer in enumerate(layers) if isinstance(layer, BorrowedLayer)}
+        KVCache(model, policy=[layer.policy for layer in owned], share=groups(borrowed))
     cache = kind.from_layers(layers)
     cache.fingerprint, cache._warned = found, warned
     return cache
@@ -94,10 +97,11 @@ def _layers(entries: list[dict], tensors: dict[str, torch.Tensor], model: object
     Raises:
         ValueError: the model's layers are others, or something is not known or does not fit.
     """
-    policies = [made(POLICIES, entry["policy"]) for entry in entries if not entry["theirs"]]
+    borrowed = {i: entry["owner"] for i, entry in enumerate(entries) if entry["kind"] == BorrowedLayer.__name__}
+    policies = [made(POLICIES, entry["policy"]) for entry in _owning(entries).values()]
     codecs, pool = _pool(entries, model, pool)
-    layers = make_layers(model, None, policies, layer_codecs=codecs, pool=pool)
-    kinds = [None if isinstance(layer, KVLayer) else type(layer).__name__ for layer in layers]
+    layers = make_layers(model, None, policies, layer_codecs=codecs, pool=pool, share=groups(borrowed))
+    kinds = [None if isinstance(layer, KVLayer | BorrowedLayer) else type(layer).__name__ for layer in layers]
     saved = [entry["kind"] if entry["theirs"] else None for entry in entries]
     if kinds != saved:
         raise ValueError(
@@ -109,13 +113,22 @@ def _layers(entries: list[dict], tensors: dict[str, torch.Tensor], model: object
     for i, entry in enumerate(entries):
         state = part_of((tensors, {str(i): entry}), str(i))
         device = devices.get(i, default)
+        if i in borrowed:
+            continue
         if entry["theirs"]:
             load_theirs(layers[i], state, device)
         elif pool is not None:
             layers[i].load_state((state[0], entry["state"]), device)
         else:
             layers[i] = _layer(layers[i], state, device)
+    lend(layers, borrowed, compat.readers(model if isinstance(model, PreTrainedConfig) else model.config))
     return layers
+
+
+def _owning(entries: list[dict]) -> dict[int, dict]:
+    """What a file says of the layers of ours that hold something, by the layer's index."""
+    kind = BorrowedLayer.__name__
+    return {i: entry for i, entry in enumerate(entries) if not entry["theirs"] and entry["kind"] != kind}
 
 
 def _pool(entries: list[dict], model: object, pool: PagePool | None) -> tuple[dict[int, tuple], PagePool | None]:
@@ -124,7 +137,7 @@ def _pool(entries: list[dict], model: object, pool: PagePool | None) -> tuple[di
     Raises:
         ValueError: the pool is of another page size or codec, or the cache is in no pages.
     """
-    ours = {i: entry for i, entry in enumerate(entries) if not entry["theirs"]}
+    ours = _owning(entries)
     [size] = {entry.get("page_size") for entry in ours.values()}
     if size is None:
         if pool is not None:

@@ -45,8 +45,8 @@ class ScoredLayer(EvictingLayer):
         self.memo: dict[str, torch.Tensor] = {}
         # What was seen of this forward's attention, `[batch, kv_heads, slots]`.
         self._mass: torch.Tensor | None = None
-        # The queries of this forward.
-        self._query: torch.Tensor | None = None
+        # The queries of this forward, of each layer that attended to it.
+        self._queries: list[torch.Tensor] = []
 
     @property
     def budget(self) -> int | None:
@@ -62,20 +62,31 @@ class ScoredLayer(EvictingLayer):
 
     def _watch(self) -> Watch | None:
         self._mass = None
+        self._queries.clear()
         if self.policy.watched == 0:
             return None
         return Watch(self.policy.watched, self._see)
 
     def _done(self, query: torch.Tensor | None, mask: torch.Tensor | None) -> None:
-        self._query = query
-        self.settle(mask)
-        self._query = None
+        if query is not None and self.policy.needs_queries:
+            self._queries.append(query.detach())
+        super()._done(query, mask)
+
+    def _asked(self) -> torch.Tensor | None:
+        """The queries of this forward, `[batch, heads, queries, head_dim]`, the heads of several layers by what they
+        read."""
+        found, self._queries = self._queries, []
+        # A model may ask for the last tokens alone from some layer on.
+        found = [query for query in found if query.shape[2] == found[0].shape[2]]
+        if len(found) < 2:
+            return found[0] if found else None
+        return torch.cat([query.unflatten(1, (self.shape[1], -1)) for query in found], dim=2).flatten(1, 2)
 
     def _see(self, weights: torch.Tensor) -> None:
-        self._add(self.policy.reduce(weights))
+        self._add(self.policy.reduce(weights.detach()))
 
     def _add(self, mass: torch.Tensor) -> None:
-        # Layers that read the cache of this one attend to it when it has settled: they are not asked.
+        # What attends to this layer when it has settled is not asked.
         if self.fresh is not None:
             self._mass = mass if self._mass is None else self._mass + mass
 
@@ -84,9 +95,8 @@ class ScoredLayer(EvictingLayer):
         if self.budget is None:
             self._take_share(tokens, real)
         number, positions = self._numbers(keys, before, real)
-        query, self._query = self._query, None
         flags = None if real is None and self.padding is None else (positions >= 0)[:, 0]
-        scores = self._renewed(Arrival(keys, values, number, self.memo, flags, query, self.rope))
+        scores = self._renewed(Arrival(keys, values, number, self.memo, flags, self._asked(), self.rope))
         if flags is None and before + tokens <= self.budget:
             self.store.append(keys, values, start=before)
             if self.policy.lasting:
@@ -117,7 +127,8 @@ class ScoredLayer(EvictingLayer):
             queries = new.keys.shape[2] if new.real is None else new.real.sum(-1)[:, None, None]
             if most is not None:
                 queries = min(queries, most) if new.real is None else queries.clamp(max=most)
-            scores = self.policy.renew(scores, self._mass, queries)
+            mass = self._mass if self.readers is None else self._mass / self.readers.attending
+            scores = self.policy.renew(scores, mass, queries)
             self._mass = None
         return scores
 

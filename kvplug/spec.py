@@ -11,20 +11,24 @@ from kvplug.build import make_codecs
 from kvplug.cache import KVCache
 from kvplug.codecs import CODECS, Codec, get_codec
 from kvplug.policies import POLICIES, Policy
+from kvplug.sharing import Groups
+from kvplug.sharing_plan import SharingPlan
 from kvplug.stores.pages import PAGE_SIZE, Pages
 
-NAMES = (*CODECS, "quant", *POLICIES, "paged")
+NAMES = (*CODECS, "quant", *POLICIES, "paged", "shared")
 
 
 @dataclass(frozen=True)
 class Composition:
-    """What a spec says: codecs of keys and values, a policy, and what stays in the model's dtype (see `KVCache`)."""
+    """What a spec says: codecs of keys and values, a policy, what stays in the model's dtype, pages, and which layers
+    share (see `KVCache`)."""
 
     codec: tuple[Codec, Codec]
     policy: Policy | None
     residual: int | None = None
     sinks: int | None = None
     pool: Pages | None = None
+    share: Groups | SharingPlan | None = None
 
 
 def parse(spec: str) -> Composition:
@@ -45,6 +49,8 @@ def parse(spec: str) -> Composition:
             kind, value = "codec", _codecs(name, arguments)
         elif name == "paged":
             kind, value = "store", _pages(arguments)
+        elif name == "shared":
+            kind, value = "sharing", _sharing(arguments)
         else:
             raise ValueError(f"spec={spec!r}: {name!r} is not a known part; use one of {', '.join(NAMES)}")
         if kind in chosen:
@@ -52,7 +58,28 @@ def parse(spec: str) -> Composition:
         chosen[kind] = (name, value)
     dense = (get_codec(None), get_codec(None))
     codec, counts = chosen.get("codec", ("", (dense, {})))[1]
-    return Composition(codec, chosen.get("policy", ("", None))[1], **counts, pool=chosen.get("store", ("", None))[1])
+    policy, pool, share = (chosen.get(kind, ("", None))[1] for kind in ("policy", "store", "sharing"))
+    return Composition(codec, policy, **counts, pool=pool, share=share)
+
+
+def _sharing(arguments: dict[str, str]) -> Groups | SharingPlan:
+    _refuse_others("shared", arguments, ("groups", "plan"))
+    if len(arguments) != 1:
+        raise ValueError(
+            f"'shared' has {', '.join(arguments) or 'no arguments'}; one of groups and plan is accepted, as in "
+            "shared:groups=cla2, shared:groups=0-1/2-3 or shared:plan=FILE"
+        )
+    if "plan" in arguments:
+        return SharingPlan.load(arguments["plan"])
+    text = arguments["groups"]
+    if not text[0].isdecimal():
+        return text
+    try:
+        return [[int(layer) for layer in group.split("-")] for group in text.split("/")]
+    except ValueError:
+        raise ValueError(
+            f"groups={text!r} of 'shared' is not valid; a name such as cla2, or layers such as 0-1/2-3, are accepted"
+        ) from None
 
 
 def _pages(arguments: dict[str, str]) -> Pages:
@@ -136,7 +163,8 @@ def from_spec(spec: str, config: object) -> KVCache:
         spec: parts joined by `+`, in any order: a codec (`dense`, `fp8`, `int8`, `int4`, or `quant` with `keys=` and
             `values=`; with `residual=`, `sinks=`, `group_size=` and `scheme=` as in `QuantCache`) and a policy
             (`window`, `streaming`, `h2o`, `snapkv`, `tova`, `keydiff`, `knorm`, `expected_attention`; with the
-            arguments of the cache of that name), and `paged`, with `page_size=`.
+            arguments of the cache of that name), `paged`, with `page_size=`, and `shared`, with `groups=` (`cla2`,
+            `yoco`, or layers such as `0-1/2-3`) or `plan=`, the file of a plan.
         config: the model or its config.
 
     Raises:

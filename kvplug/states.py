@@ -14,6 +14,7 @@ from kvplug import codecs
 from kvplug.codecs import Codec
 from kvplug.layer import KVLayer
 from kvplug.policies import POLICIES, Policy
+from kvplug.sharing import BorrowedLayer
 from kvplug.stores import PagedStore, State
 from kvplug.stores.base import dtype_named
 
@@ -72,6 +73,8 @@ def layer_state(layer: object) -> State:
         ValueError: the layer, its policy or a codec is of a kind that kvplug can't build again.
     """
     kind = type(layer).__name__
+    if isinstance(layer, BorrowedLayer):
+        return {}, {"kind": kind, "theirs": False, "owner": layer.index}
     if not isinstance(layer, KVLayer):
         tensors: dict[str, torch.Tensor] = {}
         return tensors, {"kind": kind, "theirs": True, "state": _packed(vars(layer), "", tensors)}

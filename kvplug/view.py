@@ -297,6 +297,26 @@ def mark_plain(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def with_graph(
+    shown: tuple[torch.Tensor, torch.Tensor], states: tuple[torch.Tensor, torch.Tensor], before: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer that keeps all tokens shows of a forward, as tensors through which gradients flow to its tokens.
+
+    Args:
+        shown: handles or plain tensors, `[batch, kv_heads, before + tokens, head_dim]`.
+        states: the keys and values of the forward's tokens; those before them are constants.
+    """
+    view = view_of(*shown)
+    if before:
+        past = shown if view is None else (view.in_time("keys"), view.in_time("values"))
+        states = tuple(torch.cat([x[:, :, :before], new], dim=2) for x, new in zip(past, states, strict=True))
+    elif view is not None:
+        states = tuple(x.view_as(x) for x in states)
+    if view is not None:
+        states[0].kvplug_done = view.done
+    return states
+
+
 def view_of(key: torch.Tensor, value: torch.Tensor) -> KVView | None:
     """The view behind a pair of handles, if the model passed both on untouched, else None."""
     if isinstance(key, KVTensor) and isinstance(value, KVTensor) and key.kv is value.kv:

@@ -18,7 +18,8 @@ ROOT = Path(kvplug.__file__).parent
 FLOORS = [
     {"codecs", "compat", "files"},
     {"view", "rope", "fingerprint"},
-    {"stores", "policies", "kernels", "sharing", "probe", "padding"},
+    {"stores", "policies", "kernels", "probe", "padding"},
+    {"sharing", "sharing_plan"},
     {"layer", "attention", "prefixes"},
     {"memory", "residual", "evicting", "states"},
     {"scored"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplug.stores.base import Held, State, Store
-from kvplug.stores.contiguous import ContiguousStore, check_finite
+from kvplug.stores.contiguous import ContiguousStore, check_finite, check_shapes
 from kvplug.stores.paged import PagedStore
 from kvplug.stores.pages import OutOfPages, Pages
 from kvplug.stores.ragged import RaggedStore
@@ -28,4 +28,5 @@ __all__ = [
     "Want",
     "admit",
     "check_finite",
+    "check_shapes",
 ]

@@ -90,6 +90,21 @@ def check_finite(keys: torch.Tensor, values: torch.Tensor) -> None:
             )
 
 
+def check_shapes(keys: torch.Tensor, values: torch.Tensor, shape: tuple[int, int, int, int] | None) -> None:
+    """Raises ValueError where the keys and values of a forward are not `[batch, kv_heads, tokens, width]`, or fit
+    neither each other nor a cache of the `shape` batch, kv_heads, key and value width."""
+    for name, x in (("key_states", keys), ("value_states", values)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; [batch, kv_heads, tokens, head_dim] is accepted")
+    got = (*keys.shape[:2], keys.shape[-1], values.shape[-1])
+    if keys.shape[:3] != values.shape[:3] or (shape is not None and got != shape):
+        held = f"a cache of batch, kv_heads, key and value width {shape}" if shape else "each other"
+        raise ValueError(
+            f"key_states {tuple(keys.shape)} and value_states {tuple(values.shape)} do not fit {held}; "
+            "call reset() to use the cache for another batch, or kvplug.prefill(…, rows=…) to go on in more rows"
+        )
+
+
 def has_outlier(keys: torch.Tensor) -> bool:
     """Whether in any row and head of `[batch, kv_heads, tokens, dim]` a channel's RMS is `OUTLIER` times the median."""
     if keys.shape[2] > 2 * FIRST:
