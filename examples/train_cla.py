@@ -1,10 +1,11 @@
 """Train a model whose layers share K and V, and see what sharing costs: `python examples/train_cla.py`.
 
-A small Llama that reads bytes is trained on the embedded text three times, with the same seed and the same batches: each
-layer with K and V of its own; with those of the layer before for every second layer (CLA2, https://arxiv.org/abs/2405.12981);
-and with those of one layer for the whole upper half (YOCO, https://arxiv.org/abs/2405.05254). The cache that shares is
-the same in training and in generation. The last two rows impose sharing on the model that was trained without it:
-sharing that is learned costs little, sharing that is imposed costs much.
+A small Llama that reads bytes is trained on the embedded text three times, with the same seed and the same batches:
+each layer with K and V of its own; with those of the layer before for every second layer (CLA2,
+https://arxiv.org/abs/2405.12981); and with those of one layer for the whole upper half (YOCO,
+https://arxiv.org/abs/2405.05254). The cache that shares is the same in training and in generation. The last two rows
+impose sharing on the model that was trained without it: sharing that is learned costs little, sharing that is imposed
+costs much.
 
 A layer that borrows K and V never uses its own k_proj and v_proj. They get no gradient and stay as they were drawn, so
 a model that shares has fewer trained parameters; the table counts those that are trained.

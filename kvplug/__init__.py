@@ -5,6 +5,7 @@ Importing registers the attention function "kvplug" with transformers and touche
 
 from kvplug.attention import attach, detach, register
 from kvplug.cache import KVCache
+from kvplug.calibrate import calibrate_sharing
 from kvplug.compress import compress
 from kvplug.memory import MemoryReport
 from kvplug.planning import plan
@@ -24,6 +25,7 @@ from kvplug.recipes import (
     WindowCache,
 )
 from kvplug.saving import load
+from kvplug.sharing_plan import SharingPlan
 from kvplug.spec import from_spec
 from kvplug.stores import OutOfPages
 from kvplug.view import KVTensor, KVView
@@ -45,11 +47,13 @@ __all__ = [
     "PagedCache",
     "QuantCache",
     "SharedCache",
+    "SharingPlan",
     "SnapKVCache",
     "StreamingLLMCache",
     "TOVACache",
     "WindowCache",
     "attach",
+    "calibrate_sharing",
     "compress",
     "detach",
     "from_spec",

@@ -135,9 +135,9 @@ class StreamingLLMCache(KVCache):
 class SharedCache(KVCache):
     """Layers that share keys and values: the first of a group owns them, the others read them and store nothing.
 
-    A model learns to share by being trained with such a cache: pass it to each forward, after a `reset()`, and gradients
-    flow to the owners' projections; those of the layers that borrow are not used and get none. It then generates with
-    the same cache. A model that was trained without sharing pays for it: see `kvplug.calibrate_sharing` and `MiniCache`.
+    A model learns to share by being trained with such a cache: pass it to each forward, after a `reset()`, and
+    gradients flow to the owners' projections; those of the layers that borrow are not used and get none. It then
+    generates with the same cache. A model that was trained without sharing pays for it: see `calibrate_sharing`.
 
     With gradient checkpointing transformers runs its layers without a cache, so nothing would be shared.
 

@@ -26,7 +26,7 @@ FLOORS = [
     {"adaptive"},
     {"build"},
     {"cache"},
-    {"pool", "prefill", "shapes", "compress"},
+    {"pool", "prefill", "shapes", "compress", "calibrate"},
     {"recipes", "spec"},
     {"planning", "saving"},
     {"plotting"},

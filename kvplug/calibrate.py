@@ -1,0 +1,186 @@
+"""Which layers of a trained model may share keys and values: searched for by what sharing does to its predictions.
+
+Nothing is assumed of which layers go together: every pair is tried, and each step of the search is measured. Must never
+change the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedModel
+
+from kvplug import compat, files
+from kvplug.build import make_layers
+from kvplug.cache import KVCache
+from kvplug.fingerprint import fingerprint
+from kvplug.layer import KVLayer
+from kvplug.policies.positional import check_count
+from kvplug.sharing import groups
+from kvplug.sharing_plan import SharingPlan
+
+# Tokens of a text on which pairs are compared.
+GLANCE = 128
+
+Pair = tuple[int, int]
+
+
+@torch.no_grad()
+def calibrate_sharing(
+    model: PreTrainedModel,
+    texts: Sequence[str | torch.Tensor],
+    share: float = 0.25,
+    *,
+    path: files.Path | None = None,
+    tokenizer: object = None,
+    tokens: int = 256,
+    candidates: int = 8,
+    progress: bool = True,
+) -> SharingPlan:
+    """Searches which layers of a trained model can read the keys and values of another one at the least damage.
+
+    As in KVSharer (Yang et al., 2024, arXiv:2410.18517) any earlier layer may be the owner, not the neighbour alone:
+    the best one is often far away. Where KVSharer goes by how much the keys and values of two layers differ, damage is
+    measured here: KL(model ‖ model that shares), in nats a token. First each pair by itself on the first tokens of each
+    text; then layer after layer is given up, each time the one of the `candidates` best pairs that, together with what
+    is shared already, does the least damage on all tokens.
+
+    It takes layers * layers / 2 + candidates * share * layers forwards over the texts, once for a model; bad news is
+    part of the result: `report` tells the damage, step by step.
+
+    Args:
+        model: a causal language model of transformers, routed through kvplug from then on.
+        texts: what the model is to be good at: strings, or token numbers `[tokens]`. A few different ones do.
+        share: the part of the full-attention layers that are to store nothing, below 1.
+        path: a file for the plan, for `SharedCache(model, plan=path)`.
+        tokenizer: makes tokens of strings; None for the one that lies where the model was loaded from.
+        tokens: most tokens of a text that are looked at, at least 2. Log probabilities of all of them are held.
+        candidates: pairs that are tried at each step.
+        progress: shows a bar over the forwards.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: an argument is not valid, or the model's layers are too few or too unlike for so large a share.
+        OSError: the file can't be written.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model={type(model).__name__} is not accepted; pass a transformers model")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise ValueError(f"share={share!r} is not valid; a part of the layers between 0 and 1 is accepted")
+    check_count("tokens", tokens, 2)
+    check_count("candidates", candidates, 1)
+    rows = [row[:tokens].to(model.device)[None] for row in _rows(texts, model, tokenizer)]
+    layers = [i for i, layer in enumerate(make_layers(model, None, None)) if isinstance(layer, KVLayer)]
+    borrowers = round(share * len(layers))
+    alike = _alike(model, layers)
+    if borrowers == 0 or len({borrower for _, borrower in alike}) < borrowers:
+        raise ValueError(
+            f"share={share!r} of {len(layers)} full-attention layers can't be had: {len({b for _, b in alike})} of "
+            "them have an earlier one of the same shape, and at least one must be to share; another share is accepted"
+        )
+    was_training = model.training
+    model.eval()
+    try:
+        with tqdm(total=len(alike) + borrowers * candidates, disable=not progress, desc="sharing", unit="try") as bar:
+            glance = _damage(model, [row[:, :GLANCE] for row in rows], bar)
+            alone = {pair: glance([list(pair)]) for pair in alike}
+            steps = search(_damage(model, rows, bar), alone, borrowers, candidates)
+    finally:
+        model.train(was_training)
+    found = groups({borrower: owner for (owner, borrower), _ in steps})
+    told = [{"owner": owner, "layer": borrower, "kl": kl} for (owner, borrower), kl in steps]
+    report = {"tokens": sum(row.shape[1] for row in rows), "candidates": candidates, "steps": told}
+    plan = SharingPlan(found, borrowers / len(layers), fingerprint(model), report)
+    if path is not None:
+        plan.save(path)
+    return plan
+
+
+def search(
+    damage: Callable[[list[list[int]]], float], alone: Mapping[Pair, float], borrowers: int, candidates: int
+) -> list[tuple[Pair, float]]:
+    """Gives up layer after layer, each time that which does the least damage together with those before.
+
+    Args:
+        damage: of groups that share, in any unit.
+        alone: damage of each pair of an owner and a borrower by itself, which tells what is tried first.
+        borrowers: how many layers are given up.
+        candidates: pairs that are tried at each step.
+
+    Returns:
+        Each pair that was chosen, and the damage of all up to then.
+
+    Raises:
+        ValueError: no pair is left.
+    """
+    ordered = sorted(alone, key=lambda pair: (alone[pair], pair))
+    chosen: list[tuple[Pair, float]] = []
+    owned: dict[int, int] = {}
+    for _ in range(borrowers):
+        # An owner owns, and a borrower has one.
+        free = [(a, b) for a, b in ordered if a not in owned and b not in owned and b not in owned.values()]
+        if not free:
+            raise ValueError(f"after {len(chosen)} of {borrowers} layers there is none left that could share")
+        tried = [(damage(groups({**owned, b: a})), (a, b)) for a, b in free[:candidates]]
+        least, (owner, borrower) = min(tried)
+        owned[borrower] = owner
+        chosen.append(((owner, borrower), least))
+    return chosen
+
+
+def _rows(texts: object, model: PreTrainedModel, tokenizer: object) -> list[torch.Tensor]:
+    """Token numbers of each text, `[tokens]`."""
+    if isinstance(texts, str | torch.Tensor) or not texts:
+        raise ValueError(f"texts={texts!r:.60} is not accepted; a list of at least one string or of token numbers is")
+    rows = []
+    for number, text in enumerate(texts):
+        if isinstance(text, str):
+            tokenizer = tokenizer or _tokenizer(model)
+            text = torch.tensor(tokenizer(text).input_ids)
+        whole = isinstance(text, torch.Tensor) and not text.is_floating_point() and text.dtype != torch.bool
+        if not whole or text.ndim != 1 or len(text) < 2:
+            told = tuple(text.shape) if isinstance(text, torch.Tensor) else type(text).__name__
+            raise ValueError(f"texts[{number}]={told} is not accepted; a string or token numbers [tokens], at least 2")
+        rows.append(text)
+    return rows
+
+
+def _tokenizer(model: PreTrainedModel) -> object:
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer=None: there is none where the model was loaded from, {model.name_or_path!r}; a tokenizer, or "
+            "token numbers as texts, are accepted"
+        ) from error
+
+
+def _alike(model: PreTrainedModel, layers: list[int]) -> list[Pair]:
+    """Each pair of layers of equal shapes, the earlier one first."""
+    text = compat.text_config(model.config)
+    shapes = {i: compat.kv_shape(text, i) for i in layers}
+    return [(a, b) for b in layers for a in layers if a < b and shapes[a] == shapes[b]]
+
+
+def _damage(model: PreTrainedModel, rows: list[torch.Tensor], bar: tqdm) -> Callable[[list[list[int]]], float]:
+    """What sharing does to the predictions for `rows`, each `[1, tokens]`: KL to the model's own, nats a token."""
+    own = [_predictions(model, row, KVCache(model)) for row in rows]
+
+    def damage(found: list[list[int]]) -> float:
+        total, cache = 0.0, KVCache(model, share=found)
+        for row, sure in zip(rows, own, strict=True):
+            total += (sure.exp() * (sure - _predictions(model, row, cache))).sum().item()
+        bar.update()
+        return total / sum(row.shape[1] for row in rows)
+
+    return damage
+
+
+def _predictions(model: PreTrainedModel, row: torch.Tensor, cache: KVCache) -> torch.Tensor:
+    """Log probabilities, fp32 `[1, tokens, vocabulary]`."""
+    cache.reset()
+    return model(input_ids=row, use_cache=True, **{compat.cache_argument(model): cache}).logits.float().log_softmax(-1)
