@@ -134,9 +134,15 @@ def label_of(spec: str) -> str:
     parts = []
     for part in spec.split("+"):
         name, _, arguments = part.partition(":")
-        values = [argument.partition("=")[2] for argument in arguments.split(",") if argument]
+        values = [short(argument.partition("=")[2]) for argument in arguments.split(",") if argument]
         parts.append(f"{name} {'+'.join(values)}".strip())
     return ", ".join(parts)
+
+
+def short(value: str) -> str:
+    """An argument's value: of a file its name alone, of long lists the beginning."""
+    value = Path(value).stem if value.endswith(".json") else value
+    return value if len(value) <= 12 else f"{value[:8]}…"
 
 
 def decorate(axes, spots: list[tuple[float, float]], floor: float) -> None:
