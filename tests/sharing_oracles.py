@@ -128,4 +128,3 @@ class SharedReplay(Replay):
         if asked[0][1] is not None:
             slow.weights = [torch.stack(paid).mean(0) for paid in zip(*(paid for _, paid in asked), strict=True)]
             slow.query = torch.cat([query.unflatten(0, (heads, -1)) for query, _ in asked], dim=1).flatten(0, 1)
-

@@ -1,5 +1,5 @@
-"""What a model answers whose layers share keys and values: that of transformers' own attention over the owner's tensors,
-however the tokens come in, and under every codec, policy and store that of a replay in float64, layer by layer.
+"""What a model answers whose layers share keys and values: what transformers' own attention gives over the owner's
+tensors, however the tokens come in, and under codecs, policies and pages what a replay in float64 gives.
 """
 
 import copy
@@ -292,7 +292,10 @@ def test_recorded_tokens_can_be_taken_back(spec):
 @pytest.mark.parametrize("chunks", [CHUNKS, [22], [5] * 4 + [2]], ids=str)
 def test_a_window_is_one_forward_under_its_mask(chunks):
     model, groups, ids = deep_llama(), GROUPINGS["threes"], models.tokens(1, 22)
-    for policy, kept in ((Window(8), keep(window=8)), (SinkWindow(2, 4, positions="original"), keep(sinks=2, window=4))):
+    for policy, kept in (
+        (Window(8), keep(window=8)),
+        (SinkWindow(2, 4, positions="original"), keep(sinks=2, window=4)),
+    ):
         result = feed(model, kvplug.SharedCache(model, groups, policy=policy), ids, chunks)
         expected = masked_by_hand(model, ids, chunks, groups, kept)
         assert torch.allclose(result, expected, atol=SAME_KERNEL, rtol=0)
