@@ -7,7 +7,7 @@ Llama without any cache, through which gradients flow; `SharedTape` replays each
 import torch
 from transformers import DynamicCache
 
-from tests.oracles import per_layer, project, visibility
+from tests.oracles import per_layer, project, spans, visibility
 from tests.tape import Replay, Tape
 
 GROUPINGS = {"pairs": [[0, 1], [2, 3]], "threes": [[0, 1, 2], [3, 4]], "apart": [[0, 3], [1, 2, 4]]}
@@ -35,26 +35,29 @@ class Lending(DynamicCache):
 def by_hand(model, ids, groups, past=0, coded=None, mask=None):
     """Logits `[batch, tokens, vocab]` of a Llama whose borrowing layers attend to their owner's keys and values.
 
-    The keys and values of the first `past` tokens are constants, and read through `coded`, where that is given.
-    `mask` `[tokens, tokens]` tells what a query sees, by default what lies before it.
+    To the queries after the first `past` tokens the keys and values of those are constants, given back by the two
+    functions `coded` where there are any. `mask` `[tokens, tokens]` tells what a query sees, by default what lies
+    before it.
     """
-    body, owners, made = model.model, owner_of(groups), {}
+    body, owners, made, total = model.model, owner_of(groups), {}, ids.shape[1]
     hidden = body.embed_tokens(ids)
-    cos, sin = body.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
-    visible = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril() if mask is None else mask
+    cos, sin = body.rotary_emb(hidden, torch.arange(total)[None])
+    visible = torch.ones(total, total, dtype=torch.bool).tril() if mask is None else mask
     for i, layer in enumerate(body.layers):
         attention = layer.self_attn
         query, *own = project(attention, layer.input_layernorm(hidden), cos, sin)
-        if i not in owners:
-            for side, x in enumerate(own):
-                before = x[:, :, :past].detach()
-                before = before if coded is None else coded[side](before)
-                own[side] = torch.cat([before, x[:, :, past:]], dim=2)
-            made[i] = own
-        key, value = (x.repeat_interleave(attention.num_key_value_groups, dim=1) for x in made[owners.get(i, i)])
-        scores = (query @ key.transpose(2, 3) * attention.scaling).masked_fill(~visible, -torch.inf)
-        heads = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
-        hidden = hidden + attention.o_proj(heads)
+        made[i] = made[owners[i]] if i in owners else own
+        outputs = []
+        for start, end in spans([past, total - past]):
+            sides = []
+            for side, x in enumerate(made[i]):
+                old = x[:, :, :start].detach()
+                old = old if coded is None else coded[side](old)
+                side = torch.cat([old, x[:, :, start:end]], dim=2)
+                sides.append(side.repeat_interleave(attention.num_key_value_groups, dim=1))
+            scores = query[:, :, start:end] @ sides[0].transpose(2, 3) * attention.scaling
+            outputs.append(scores.masked_fill(~visible[start:end, :end], -torch.inf).softmax(-1) @ sides[1])
+        hidden = hidden + attention.o_proj(torch.cat(outputs, dim=2).transpose(1, 2).flatten(2))
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return model.lm_head(body.norm(hidden))
 
