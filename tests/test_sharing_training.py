@@ -1,6 +1,4 @@
-"""Training through a cache: gradients are those of the same model without one, written by hand. In float64, so that what
-is compared differs by rounding alone.
-"""
+"""Training through a cache: gradients are those of the same model without one, written by hand, in float64."""
 
 import math
 
