@@ -285,7 +285,8 @@ def test_a_forward_that_is_broken_off(deep, spec):
     assert cache.get_seq_length() == 40
     for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
         assert twin.memory().tokens_seen == 40
-        twin.batch_repeat_interleave(2)
+        if "paged" not in spec:
+            twin.batch_repeat_interleave(2)
         twin.reset()
         assert twin.memory().total == 0
         assert torch.equal(feed(deep, twin, ids, [12, 8]), expected)
