@@ -178,6 +178,8 @@ class KVCache(compat.Cache):
         for layer in self.layers[:layer_idx]:
             if seen is not None and isinstance(layer, KVLayer) and layer.is_croppable and layer.seen > seen:
                 layer.crop(seen - layer.seen)
+                if layer.readers is not None:
+                    layer.readers.end()
 
     def _tell_outliers(self) -> None:
         found = [i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer) and layer.store.kept_plain]

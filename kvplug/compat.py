@@ -32,6 +32,7 @@ __all__ = [
     "can_route",
     "default_layers",
     "hands_over_latents",
+    "is_checkpointing",
     "is_full_attention",
     "is_linear",
     "is_never_written",
@@ -124,6 +125,14 @@ def readers(config: PreTrainedConfig) -> dict[int, int]:
 
 # Whether assisted decoding asks `is_croppable` before it relies on cropping (5.17 goes on without asking).
 ASSISTED_DECODING_ASKS = "is_croppable" in GenerationMixin._assisted_decoding.__code__.co_names
+
+
+def is_checkpointing(model_or_config: object) -> bool:
+    """Whether a model drops activations and computes them again for its gradients; False for a config."""
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
+        if hasattr(model_or_config, name):
+            return bool(getattr(model_or_config, name))
+    return False
 
 
 def can_route(model_or_config: torch.nn.Module | PreTrainedConfig) -> bool:

@@ -28,6 +28,22 @@ class EvictingLayer(KVLayer):
         """Most slots that may be in use once `seen` tokens were."""
         return self.budget
 
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """As `KVLayer.update`; a forward before this one that was broken off is over."""
+        if self.readers is not None:
+            self.readers.end()
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def settle(self, mask: torch.Tensor | None = None, force: bool = False) -> None:
+        """As `KVLayer.settle`, but not before all layers that read what is held have attended: slots are reused."""
+        if force or self.readers is None or not self.readers.waiting:
+            super().settle(mask, force)
+
+    def _change_rows(self, change, batch: int) -> None:
+        if self.readers is not None:
+            self.readers.end()
+        super()._change_rows(change, batch)
+
     def _stored(self, before: int) -> list[Segment]:
         [whole] = super()._stored(before)
         dropping = isinstance(self.policy, SinkWindow) and self.policy.compact and before > self.budget

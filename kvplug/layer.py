@@ -71,7 +71,7 @@ class KVLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         if self.readers is not None:
-            self.readers.shown = None
+            self.readers.end()
         self.is_initialized = False
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None

@@ -199,6 +199,9 @@ def _fill(cache: KVCache, layer_idx: int, handed: Handed, tokens: int, batch: in
     if handed.keys is not None:
         keys, values = (_empty(batch, tokens, side) for side in (handed.keys, handed.values))
         cache.update(keys, values, layer_idx)
+        readers = getattr(cache.layers[layer_idx], "readers", None)
+        if readers is not None:
+            readers.end()  # nobody attends
     for name, number, shape in handed.states:
         state = torch.empty(batch, *shape.sizes, dtype=shape.dtype, device="meta")
         getattr(cache.layers[layer_idx], name)[number] = state

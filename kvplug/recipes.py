@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvplug import files
+from kvplug import compat, files
 from kvplug.build import CodecLike, grouping, make_codecs
 from kvplug.cache import KVCache
 from kvplug.codecs import get_codec
@@ -137,7 +137,12 @@ class SharedCache(KVCache):
 
     A model learns to share by being trained with such a cache: pass it to each forward, after a `reset()`, and
     gradients flow to the owners' projections; those of the layers that borrow are not used and get none. It then
+<<<<<<< HEAD
     generates with the same cache. A model that was trained without sharing pays for it: see `calibrate_sharing`.
+=======
+    generates with the same cache. A model that was trained without sharing pays for it: see `kvplug.calibrate_sharing`
+    and `MiniCache`.
+>>>>>>> e967ddc68f6c23054d9d125f7f96703b0f4c7d89
 
     With gradient checkpointing transformers runs its layers without a cache, so nothing would be shared.
 
@@ -169,7 +174,7 @@ class SharedCache(KVCache):
     ):
         if (groups is None) == (plan is None):
             raise ValueError(f"groups={groups!r} and plan={plan!r}: one of them is accepted")
-        if getattr(config, "is_gradient_checkpointing", False) and config.training:
+        if compat.is_checkpointing(config) and config.training:
             raise ValueError(
                 f"{type(config).__name__} is trained with gradient checkpointing, under which its layers run without a "
                 "cache and nothing would be shared; gradient_checkpointing_disable() is accepted"

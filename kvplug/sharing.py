@@ -115,6 +115,19 @@ class Readers:
         # Handles of its own: each pair tells once that it was read.
         return KVTensor.of(shown[0].kv) if isinstance(shown[0], KVTensor) else shown
 
+    @property
+    def waiting(self) -> bool:
+        """Whether layers are still to attend to the forward."""
+        return self._left > 0
+
+    def end(self) -> None:
+        """The forward is over, whoever has not read it."""
+        self._left, self.shown = 0, None
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy is not in the middle of a forward.
+        return {**vars(self), "_left": 0, "shown": None}
+
     def attended(self) -> bool:
         """Notes that a layer has attended to the forward; whether that was the last one."""
         self._left -= 1

@@ -52,7 +52,11 @@ class SharingPlan:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             if found.pop("format") != FORMAT:
                 raise ValueError(f"it is not of the format {FORMAT!r}")
-            return cls(**found)
+            plan = cls(**found)
+            differences(plan.model, plan.model)  # raises for what is no fingerprint
+            if not isinstance(plan.groups, list):
+                raise TypeError(f"groups={plan.groups!r} is no list")
+            return plan
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"plan={str(path)!r} can't be used ({type(error).__name__}: {error}); a file that "

@@ -170,6 +170,26 @@ def tiny_gemma3n(seed=0, **overrides):
     return build(transformers.Gemma3nForCausalLM, transformers.Gemma3nTextConfig(**settings), seed)
 
 
+def tiny_gemma4(seed=0, **overrides):
+    """As Gemma 3n: the last four layers read the keys and values of the last full and the last sliding one before them.
+
+    Its scores are not divided by the root of the head's width.
+    """
+    settings = {
+        **TINY,
+        "num_hidden_layers": 7,
+        "initializer_range": 0.1,
+        "sliding_window": 8,
+        "layer_types": [f"{'full' if i in (2, 4, 6) else 'sliding'}_attention" for i in range(7)],
+        "num_kv_shared_layers": 4,
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 16,
+        **overrides,
+    }
+    return build(transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(**settings), seed)
+
+
 def tiny_falcon(seed=0, **overrides):
     """Multi-query attention: all heads share one key and value head, whatever the config's number of them says."""
     settings = {

@@ -49,6 +49,8 @@ SPECS = {
     "h2o_int4": "h2o:budget=8,sinks=2+int4",
     "paged_h2o_int4": "h2o:budget=8,sinks=2+int4+paged:page_size=3",
     "keydiff_share": "keydiff:budget=0.5,sinks=2",
+    "shared_int4": "shared:groups=cla2+int4:group_size=8,residual=6,sinks=2",
+    "shared_h2o": "h2o:budget=8,sinks=2+shared:groups=cla2",
 }
 FAMILIES = {
     "llama_grouped": models.tiny_llama,
