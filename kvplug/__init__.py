@@ -3,6 +3,7 @@
 Importing registers the attention function "kvplug" with transformers and touches nothing else.
 """
 
+from kvplug.absorb import absorb, unabsorb
 from kvplug.attention import attach, detach, register
 from kvplug.cache import KVCache
 from kvplug.compress import compress
@@ -47,6 +48,7 @@ __all__ = [
     "StreamingLLMCache",
     "TOVACache",
     "WindowCache",
+    "absorb",
     "attach",
     "compress",
     "detach",
@@ -54,6 +56,7 @@ __all__ = [
     "load",
     "plan",
     "prefill",
+    "unabsorb",
 ]
 
 register()

@@ -20,7 +20,7 @@ FLOORS = [
     {"view", "rope", "fingerprint"},
     {"stores", "policies", "kernels", "sharing", "probe", "padding"},
     {"layer", "attention", "prefixes"},
-    {"memory", "residual", "evicting", "states"},
+    {"memory", "residual", "evicting", "states", "absorb"},
     {"scored"},
     {"adaptive"},
     {"cache"},
