@@ -15,8 +15,8 @@ from kvplug.kernels.latent import Latents
 from kvplug.view import plain_view, view_of
 
 ACCEPTED = (
-    "a model whose attention modules have a method `expand_kv` and a plain torch.nn.Linear without bias as `kv_b_proj` "
-    "is accepted, as DeepSeek-V2 and V3's do"
+    "a model is accepted whose attention modules, like those of DeepSeek-V2 and V3, have a method `expand_kv` and as "
+    "`kv_b_proj` a plain torch.nn.Linear without bias"
 )
 WIDTHS = ("num_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
 
