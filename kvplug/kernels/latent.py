@@ -1,8 +1,8 @@
 """Latent attention without expansion: the projections that make keys and values of a latent are absorbed into the query
 and the output, so that every head attends to the same cached latents.
 
-DeepSeek-AI, "DeepSeek-V2", 2024 (https://arxiv.org/abs/2405.04434), section 2.1. A latent layer caches the latent as its
-keys and one rotated key as its values, one head each. Must never repeat either for the heads, nor walk over heads.
+DeepSeek-AI, "DeepSeek-V2", 2024 (https://arxiv.org/abs/2405.04434), section 2.1. A latent layer caches the latent as
+its keys and one rotated key as its values, one head each. Must never repeat either, nor walk over heads in Python.
 """
 
 from __future__ import annotations
