@@ -30,7 +30,7 @@ ABSORBED = "absorbed "
 SPEEDS = [specs.REFERENCE, "dense", *(f"{ABSORBED}{spec}" for spec in ("dense", "fp8", "int8", "int4"))]
 CODECS = ["dense", "fp8", "int8", *(f"int{bits}:residual=0,sinks=0" for bits in (4, 3, 2)), "int4", "int3", "int2"]
 TOKENS = [512, 1024, 4096]
-CONTEXT, BATCH, ROWS, PROMPT = 256, 8, 32, 64
+CONTEXT, BATCH, ROWS, PROMPT = 256, 4, 32, 64
 RATE, WEIGHT_DECAY, CLIP = 2e-3, 0.1, 1.0
 NOTES = [
     "**decode** is the time of one decoded token as a ratio to the model's own attention with `DynamicCache`, in the "
@@ -47,7 +47,7 @@ NOTES = [
 class Load:
     """How long the model is trained, at which lengths decoding is timed, and how."""
 
-    steps: int = 150
+    steps: int = 400
     tokens: tuple[int, ...] = tuple(TOKENS)
     rounds: int = 7
     forwards: int = 8
