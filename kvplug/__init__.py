@@ -3,6 +3,7 @@
 Importing registers the attention function "kvplug" with transformers and touches nothing else.
 """
 
+from kvplug.absorb import absorb, unabsorb
 from kvplug.attention import attach, detach, register
 from kvplug.cache import KVCache
 from kvplug.calibrate import calibrate_sharing
@@ -52,6 +53,7 @@ __all__ = [
     "StreamingLLMCache",
     "TOVACache",
     "WindowCache",
+    "absorb",
     "attach",
     "calibrate_sharing",
     "compress",
@@ -60,6 +62,7 @@ __all__ = [
     "load",
     "plan",
     "prefill",
+    "unabsorb",
 ]
 
 register()

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvplug import compat, kernels
+from kvplug.kernels.latent import Latents
 from kvplug.view import KVTensor, KVView, plain_view, view_of
 
 NAME = "kvplug"
@@ -54,19 +55,25 @@ def attention_forward(
 
     Args:
         query: `[batch, heads, queries, head_dim]`.
-        key, value: handles of a cache's view, or plain tensors `[batch, kv_heads, tokens, head_dim]`.
+        key, value: handles of a cache's view, or plain tensors `[batch, kv_heads, tokens, head_dim]`; twice the same
+            `Latents` from a module that `kvplug.absorb` has changed.
         attention_mask: the full logical mask, whatever was evicted.
 
     Returns:
         The output `[batch, queries, heads, head_dim]`, and the weights where the model's own function gives them.
     """
     name = _previous(getattr(module, "config", None))
-    view = view_of(key, value)
+    special = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+    foreign = bool(dropout) or kwargs.get("position_bias") is not None
+    if isinstance(key, Latents):
+        if not foreign and key.pays(query):
+            return _attend_latents(module, query, key, attention_mask, scaling, kwargs), None
+        key, value, view = key.expanded()
+    else:
+        view = view_of(key, value)
     if view is not None and view.queries != query.shape[2]:
         # A model may ask for its last tokens alone from some layer on.
         view = replace(view, queries=query.shape[2])
-    special = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
-    foreign = bool(dropout) or kwargs.get("position_bias") is not None
     if view is None and name == "sdpa" and query.shape[2] == 1 and not special and not foreign:
         # For one query of a group of heads sdpa would read the keys once a head.
         view = plain_view(key, value)
@@ -121,6 +128,21 @@ def _attend(
     kwargs: dict,
 ) -> torch.Tensor:
     out = kernels.attend(query, view, view.align(mask, _causal(module, kwargs)), **_more(query, scaling, kwargs))
+    return out.transpose(1, 2).contiguous()
+
+
+def _attend_latents(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    latents: Latents,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    kwargs: dict,
+) -> torch.Tensor:
+    view = latents.over(query.shape[2])
+    aligned = view.align(mask, _causal(module, kwargs))
+    out = kernels.latent.attend(query, view, latents.up, aligned, **_more(query, scaling, kwargs))
+    view.done(query, mask)
     return out.transpose(1, 2).contiguous()
 
 

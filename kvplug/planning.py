@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvplug import compat
+from kvplug.absorb import is_absorbed
 from kvplug.build import make_layers
 from kvplug.cache import KVCache
 from kvplug.layer import KVLayer
@@ -69,7 +70,7 @@ class Planner:
         named = dtype or getattr(text, "dtype", None) or getattr(model_config, "dtype", None)
         self.dtype: torch.dtype = named or torch.float32
         known = probe(text, self.dtype)
-        _check_eviction(text, layers, known)
+        _check_eviction(text, layers, known, is_absorbed(config))
         self.layers: dict[str, int] = {}
         for layer in layers:
             self.layers[_kind(layer)] = self.layers.get(_kind(layer), 0) + 1
@@ -176,20 +177,23 @@ def _kind(layer: object) -> str:
     return "linear" if compat.is_linear(layer) else "other"
 
 
-def _check_eviction(text: PreTrainedConfig, layers: list, known: Probe) -> None:
+def _check_eviction(text: PreTrainedConfig, layers: list, known: Probe, absorbed: bool) -> None:
     """Raises where a cache that drops tokens would refuse the model once it is used."""
     for i, layer in enumerate(layers):
         if not isinstance(layer, KVLayer) or layer.policy is None:
             continue
+        accepted = "one that keeps all tokens"
         if known.routable is False:
             reason = "has its own attention code, which can't be routed through kvplug"
+        elif absorbed:
+            continue
         elif compat.hands_over_latents(text, i) and known.layers[i].keys.sizes == (1, text.kv_lora_rank):
             reason = "expands the latents that it caches before attention reads them"
+            accepted = "the model itself after kvplug.absorb(model), or a cache that keeps all tokens,"
         else:
             continue
         raise ValueError(
-            f"a cache that drops tokens can't be used here: a {text.model_type} model {reason}; one that keeps all "
-            "tokens is accepted"
+            f"a cache that drops tokens can't be used here: a {text.model_type} model {reason}; {accepted} is accepted"
         )
 
 

@@ -369,8 +369,9 @@ class KVTensor(torch.Tensor):
             raise ValueError(
                 "this cache evicts tokens, but the model read its keys or values outside the attention function "
                 "'kvplug', where the mask would not match them. Build the cache from the model itself (or from its own "
-                "config object, not a copy), or call kvplug.attach(model). A model with its own attention code needs a "
-                "cache that keeps all tokens (DenseCache, QuantCache)."
+                "config object, not a copy), or call kvplug.attach(model); where it has latent attention, call "
+                "kvplug.absorb(model). A model with its own attention code needs a cache that keeps all tokens "
+                "(DenseCache, QuantCache)."
             )
         slot = 0 if self.side == "keys" else 1
         if self.pair[slot] is None:

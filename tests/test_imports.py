@@ -21,7 +21,7 @@ FLOORS = [
     {"stores", "policies", "kernels", "probe", "padding"},
     {"sharing", "sharing_plan"},
     {"layer", "attention", "prefixes"},
-    {"memory", "residual", "evicting", "states"},
+    {"memory", "residual", "evicting", "states", "absorb"},
     {"scored"},
     {"adaptive"},
     {"build"},

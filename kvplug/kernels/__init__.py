@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvplug.kernels import blocks, dense, heads, reference
+from kvplug.kernels import blocks, dense, heads, latent, reference
 from kvplug.view import KVView, part_of
 
-__all__ = ["attend", "blocks", "dense", "heads", "reference"]
+__all__ = ["attend", "blocks", "dense", "heads", "latent", "reference"]
 
 # Query rows a key-value head up to which reading the bytes is the bound, so that decoding at large does not pay.
 FEW_ROWS = 64

@@ -42,7 +42,7 @@ def attend(
         weights = torch.nn.functional.pad(weights, (0, 0, 0, 1))
     out, start = 0, 0
     for segment in view.segments:
-        out = out + _weighted(weights[..., start : start + segment.tokens], segment)
+        out = out + segment_weighted(weights[..., start : start + segment.tokens], segment)
         start += segment.tokens
     return out[:, :, :count].reshape(batch, heads, queries, -1).to(query.dtype)
 
@@ -113,13 +113,13 @@ def _weights(query, view: KVView, mask, scale: float, softcap, sinks) -> torch.T
     if count % 4 == 3:
         # Products of four rows take less time than those of three.
         rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))
-    scores = torch.cat([_products(rows, segment) for segment in view.segments], dim=-1)
+    scores = torch.cat([segment_products(rows, segment) for segment in view.segments], dim=-1)
     scores = scores[:, :, :count]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         masked(scores, by_group(mask, kv_heads, group), group)
-    return _softmax(scores, sinks, kv_heads, group, queries)
+    return softmax(scores, sinks, kv_heads, group, queries)
 
 
 def told(weights: torch.Tensor, counted: torch.Tensor | None, first: int, part: slice) -> torch.Tensor | None:
@@ -148,7 +148,7 @@ def masked(scores: torch.Tensor, mask: torch.Tensor, group: int) -> None:
         scores.add_(mask)
 
 
-def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, kv_heads: int, group: int, queries: int) -> torch.Tensor:
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None, kv_heads: int, group: int, queries: int) -> torch.Tensor:
     if sinks is None:
         return scores.softmax(-1)
     extra = sinks.float().reshape(1, kv_heads, group, 1).expand(scores.shape[0], -1, -1, queries)
@@ -166,7 +166,7 @@ def _blocks(encoded: Encoded):
         yield start, stop, encoded.narrow(start, stop - start).codes()
 
 
-def _products(rows: torch.Tensor, segment: Segment) -> torch.Tensor:
+def segment_products(rows: torch.Tensor, segment: Segment) -> torch.Tensor:
     """As `products`; keys that several rows of the batch share are read once for all of them."""
     sharing = segment.sharing
     if sharing is None:
@@ -174,8 +174,8 @@ def _products(rows: torch.Tensor, segment: Segment) -> torch.Tensor:
     return sharing.apart(products(sharing.together(rows), segment.keys))
 
 
-def _weighted(weights: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """As `weighted`, with values that are shared as `_products` has keys."""
+def segment_weighted(weights: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """As `weighted`, with values that are shared as `segment_products` has keys."""
     sharing = segment.sharing
     if sharing is None:
         return weighted(weights, segment.values)
