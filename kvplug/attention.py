@@ -62,6 +62,11 @@ def attention_forward(
     Returns:
         The output `[batch, queries, heads, head_dim]`, and the weights where the model's own function gives them.
     """
+    if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
+        raise ValueError(
+            f"{type(module).__name__} picks by itself which tokens it reads (sparse attention), which can't be routed "
+            "through kvplug; call kvplug.detach(model), and build caches from the model rather than its config"
+        )
     name = _previous(getattr(module, "config", None))
     special = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
     foreign = bool(dropout) or kwargs.get("position_bias") is not None

@@ -138,6 +138,9 @@ def is_checkpointing(model_or_config: object) -> bool:
 def can_route(model_or_config: torch.nn.Module | PreTrainedConfig) -> bool:
     """Whether a model's attention goes through the registered functions; True where a config tells nothing."""
     if isinstance(model_or_config, torch.nn.Module):
+        if any(getattr(module, "indexer", None) is not None for module in model_or_config.modules()):
+            # Sparse attention masks what its indexer did not pick under the names of transformers' functions alone.
+            return False
         return bool(model_or_config._can_set_attn_implementation())
     kind = AutoModelForCausalLM._model_mapping.get(type(model_or_config), None)
     return not isinstance(kind, type) or bool(kind._can_set_attn_implementation())

@@ -135,29 +135,25 @@ class StreamingLLMCache(KVCache):
 class SharedCache(KVCache):
     """Layers that share keys and values: the first of a group owns them, the others read them and store nothing.
 
-        A model learns to share by being trained with such a cache: pass it to each forward, after a `reset()`, and
-        gradients flow to the owners' projections; those of the layers that borrow are not used and get none. It then
-    <<<<<<< HEAD
-        generates with the same cache. A model that was trained without sharing pays for it: see `calibrate_sharing`.
-    =======
-        generates with the same cache. A model that was trained without sharing pays for it: see `kvplug.calibrate_sharing`
-        and `MiniCache`.
-    >>>>>>> e967ddc68f6c23054d9d125f7f96703b0f4c7d89
+    A model learns to share by being trained with such a cache: pass it to each forward, after a `reset()`, and
+    gradients flow to the owners' projections; those of the layers that borrow are not used and get none. It then
+    generates with the same cache. A model that was trained without sharing pays for it: see
+    `kvplug.calibrate_sharing` and `MiniCache`.
 
-        With gradient checkpointing transformers runs its layers without a cache, so nothing would be shared.
+    With gradient checkpointing transformers runs its layers without a cache, so nothing would be shared.
 
-        Args:
-            config: the model or its config.
-            groups: "cla2" for pairs of neighbours, "cla3" for threes and so on (Brandon et al., "Reducing Transformer
-                Key-Value Cache Size with Cross-Layer Attention", 2024, arXiv:2405.12981); "yoco" for one group of the upper
-                half (Sun et al., "You Only Cache Once", 2024, arXiv:2405.05254); or lists of layers by their index, the
-                lowest one first: `[[0, 1], [2, 3]]`. Full-attention layers alone can share.
-            plan: what `kvplug.calibrate_sharing` found, or the file that it wrote, in the place of `groups`.
-            codec, policy, residual, sinks, pool: as for `KVCache`, of the layers that own.
+    Args:
+        config: the model or its config.
+        groups: "cla2" for pairs of neighbours, "cla3" for threes and so on (Brandon et al., "Reducing Transformer
+            Key-Value Cache Size with Cross-Layer Attention", 2024, arXiv:2405.12981); "yoco" for one group of the upper
+            half (Sun et al., "You Only Cache Once", 2024, arXiv:2405.05254); or lists of layers by their index, the
+            lowest one first: `[[0, 1], [2, 3]]`. Full-attention layers alone can share.
+        plan: what `kvplug.calibrate_sharing` found, or the file that it wrote, in the place of `groups`.
+        codec, policy, residual, sinks, pool: as for `KVCache`, of the layers that own.
 
-        Raises:
-            ValueError: neither or both of `groups` and `plan` are given, one is not valid for the model, or the model is
-                trained with gradient checkpointing.
+    Raises:
+        ValueError: neither or both of `groups` and `plan` are given, one is not valid for the model, or the model is
+            trained with gradient checkpointing.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import torch
 import kvplug
 from kvplug.attention import attention_forward
 from tests import models
+from tests.oracles import NAME
 
 
 def call(cache, model, **extra):
@@ -51,3 +52,24 @@ def test_an_evicting_cache_refuses_what_it_can_not_pass_on(extra):
     model = models.tiny_llama(num_hidden_layers=1)
     with pytest.raises(ValueError, match=next(iter(extra))):
         call(kvplug.WindowCache(model, 4), model, **extra)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_sparse_attention_is_never_taken_for_full_attention(name):
+    """Its models mask what was not picked under the names "eager" and "sdpa" alone, and else pass on what was."""
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="sparse attention"):
+        attention_forward(torch.nn.Module(), x, x, x, None, **{name: torch.zeros(1, 3, 2, dtype=torch.int32)})
+    attention_forward(models.tiny_llama().model.layers[0].self_attn, x, x, x, None, **{name: None})
+
+
+def test_a_model_with_an_indexer_is_not_routed():
+    model = models.tiny_llama()
+    model.model.layers[1].self_attn.indexer = torch.nn.Linear(2, 2)
+    before = model.config._attn_implementation
+    cache = kvplug.DenseCache(model)
+    assert model.config._attn_implementation == before
+    ids = models.tokens(1, 9)
+    assert torch.allclose(model(ids, **{NAME: cache}).logits, model(ids).logits, atol=1e-5)
+    with pytest.raises(ValueError, match="attention code"):
+        kvplug.WindowCache(model, 4)
