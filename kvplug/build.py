@@ -139,9 +139,9 @@ def lend(layers: list, borrowed: Mapping[int, int], handed_on: Mapping[int, int]
         borrowed: the owner of each layer that borrows.
         handed_on: to how many layers the model itself hands on what is shown of a layer.
     """
-    for i, others in handed_on.items():
+    for i in {*handed_on, *borrowed.values()}:
         if isinstance(layers[i], KVLayer):
-            layers[i].readers = Readers(others)
+            layers[i].readers = Readers(handed_on.get(i, 0))
     for i, owner in borrowed.items():
         layers[i] = BorrowedLayer(layers[owner], owner)
 

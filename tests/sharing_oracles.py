@@ -31,6 +31,11 @@ class Lending(DynamicCache):
             self.shown[owner] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return self.shown[owner]
 
+    def crop(self, count):
+        for layer in self.layers:
+            if layer.get_seq_length():
+                layer.crop(count)
+
 
 def by_hand(model, ids, groups, past=0, coded=None, mask=None):
     """Logits `[batch, tokens, vocab]` of a Llama whose borrowing layers attend to their owner's keys and values.

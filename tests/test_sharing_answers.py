@@ -55,7 +55,7 @@ def test_the_oracles_agree_and_sharing_is_seen(groups):
     assert (lent - model(ids, use_cache=False).logits).abs().max() > 1
 
 
-@pytest.mark.parametrize("chunks", [CHUNKS, [22], [1] * 22, [5, 17]], ids=str)
+@pytest.mark.parametrize("chunks", [CHUNKS, [1] * 22], ids=str)
 @dense
 @grouped
 def test_the_logits_are_those_over_the_owner_s_tensors(groups, how, chunks):
@@ -245,8 +245,9 @@ def test_every_layer_answers_as_the_replay(groups, padded, make, kept):
     assert cache.memory().tokens_kept <= 22
 
 
-@composed
-def test_every_layer_answers_each_beam(make, kept):
+@pytest.mark.parametrize("name", ["int4", "paged_int8", "streaming", "h2o", "expected_attention", "h2o_adaptive"])
+def test_every_layer_answers_each_beam(name):
+    make, kept = MAKES[name]
     model, groups, ids = models.tiny_llama(num_hidden_layers=5), GROUPINGS["threes"], models.tokens(2, 6)
     cache = make(model, groups)
     with SharedTape(model, cache, groups) as tape:

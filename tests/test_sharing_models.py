@@ -170,9 +170,7 @@ def test_an_eight_bit_cache_is_close_and_counts_once(family):
     "spec",
     [
         "h2o:budget=8",
-        "snapkv:budget=8,observe=4",
         "tova:budget=8",
-        "keydiff:budget=8",
         "expected_attention:budget=8,future=4",
         "h2o:budget=8,heads=adaptive",
         "h2o:budget=8+int4+paged:page_size=3",
