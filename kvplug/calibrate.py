@@ -91,10 +91,12 @@ def calibrate_sharing(
             steps = search(_damage(model, rows, bar), alone, borrowers, candidates)
     finally:
         model.train(was_training)
-    found = groups({borrower: owner for (owner, borrower), _ in steps})
+    owned: dict[int, int] = {}
+    for pair, _ in steps:
+        owned = given_up(owned, pair)
     told = [{"owner": owner, "layer": borrower, "kl": kl} for (owner, borrower), kl in steps]
     report = {"tokens": sum(row.shape[1] for row in rows), "candidates": candidates, "steps": told}
-    plan = SharingPlan(found, borrowers / len(layers), fingerprint(model), report)
+    plan = SharingPlan(groups(owned), borrowers / len(layers), fingerprint(model), report)
     if path is not None:
         plan.save(path)
     return plan
@@ -112,24 +114,25 @@ def search(
         candidates: pairs that are tried at each step.
 
     Returns:
-        Each pair that was chosen, and the damage of all up to then.
-
-    Raises:
-        ValueError: no pair is left.
+        Each pair that was chosen, and the damage of all up to then; fewer where no pair is left.
     """
     ordered = sorted(alone, key=lambda pair: (alone[pair], pair))
     chosen: list[tuple[Pair, float]] = []
     owned: dict[int, int] = {}
     for _ in range(borrowers):
-        # An owner owns, and a borrower has one.
-        free = [(a, b) for a, b in ordered if a not in owned and b not in owned and b not in owned.values()]
-        if not free:
-            raise ValueError(f"after {len(chosen)} of {borrowers} layers there is none left that could share")
-        tried = [(damage(groups({**owned, b: a})), (a, b)) for a, b in free[:candidates]]
-        least, (owner, borrower) = min(tried)
-        owned[borrower] = owner
-        chosen.append(((owner, borrower), least))
+        free = [pair for pair in ordered if owned.keys().isdisjoint(pair)]
+        tried = [(damage(groups(given_up(owned, pair))), pair) for pair in free[:candidates]]
+        if tried:
+            least, pair = min(tried)
+            owned = given_up(owned, pair)
+            chosen.append((pair, least))
     return chosen
+
+
+def given_up(owned: Mapping[int, int], pair: Pair) -> dict[int, int]:
+    """The owner of each layer that borrows, once a layer that owned borrows too, and those that read it with it."""
+    owner, borrower = pair
+    return {layer: owner if one == borrower else one for layer, one in owned.items()} | {borrower: owner}
 
 
 def _rows(texts: object, model: PreTrainedModel, tokenizer: object) -> list[torch.Tensor]:
