@@ -100,11 +100,12 @@ def attention_forward(
             key, value = (x.decoded() if isinstance(x, KVTensor) else x for x in (key, value))
         else:
             key, value = view.in_time("keys"), view.in_time("values")
-        mask = attention_mask
-        if mask is None and name == "sdpa" and 1 < query.shape[2] < key.shape[2] and _causal(module, kwargs):
-            # sdpa would take them for the queries of the first tokens; they are those of the last ones.
+        mask, positions = attention_mask, kwargs.get("position_ids")
+        sliced = positions is not None and 1 < query.shape[2] < positions.shape[-1]
+        if mask is None and sliced and name == "sdpa" and _causal(module, kwargs):
+            # Queries of the last tokens alone, which sdpa would take for those of the first ones.
             mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
-            mask = mask.tril(key.shape[2] - query.shape[2])
+            mask = mask.tril(positions.shape[-1] - query.shape[2])
         out = compat.attention_function(name, module)(
             module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
         )

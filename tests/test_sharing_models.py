@@ -4,7 +4,7 @@ Gemma 4 to the last queries alone. The layer must not change before the last of 
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import kvplug
 from kvplug.layer import KVLayer
@@ -135,6 +135,10 @@ def test_the_last_logits_alone_without_a_cache(family):
         expected = model(ids, use_cache=False).logits[:, -3:]
         kvplug.attach(model)
         assert torch.allclose(model(ids, use_cache=False, logits_to_keep=3).logits, expected, atol=EXACT, rtol=0)
+        for last in (0, 3):
+            cache = StaticCache(config=model.config, max_cache_len=32)
+            result = model(ids, logits_to_keep=last, **{NAME: cache}).logits[:, -3:]
+            assert torch.allclose(result, expected, atol=EXACT, rtol=0)
 
 
 @pytest.mark.parametrize("spec", ["dense", "int8"])
