@@ -44,9 +44,9 @@ $(OLDEST): $(READY)
 	@mv .oldest/incoming $@
 
 test: lint $(OLDEST)
-	@$(PY) -m pytest -q
+	@$(PY) -m pytest -q -n logical
 	@echo "The contract tests on transformers $(OLDEST_TRANSFORMERS):"
-	@PYTHONPATH=$(OLDEST) $(PY) -m pytest -q tests/contract
+	@PYTHONPATH=$(OLDEST) $(PY) -m pytest -q -n logical tests/contract
 
 lint: $(READY)
 	@$(PY) -m ruff check .

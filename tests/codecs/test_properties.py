@@ -34,9 +34,14 @@ def test_within_the_bound(name, x):
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_heads_and_rows_do_not_mix(name, x):
     assume(fits(name, x.shape[-1]))
-    other = torch.flip(x, (-1,)) * 3 + 1
-    both = torch.cat([torch.cat([x, other], 1), torch.cat([other, x], 1)], 0)
-    result = round_trip(name, both)
-    alone = round_trip(name, x)
-    assert torch.equal(result[0, 0], alone[0, 0])
-    assert torch.equal(result[1, 1], alone[0, 0])
+    other, empty = torch.flip(x, (-1,)) * 3 + 1, torch.zeros_like(x)
+    in_company = round_trip(name, _corners(x, other))
+    # In a batch of the same shape: a matrix product may round differently where it has another number of rows.
+    alone = round_trip(name, _corners(x, empty))
+    for row, head in ((0, 0), (1, 1)):
+        assert torch.equal(in_company[row, head], alone[row, head])
+
+
+def _corners(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Two rows of two heads: x in the first head of the first row and the second of the second, else `other`."""
+    return torch.cat([torch.cat([x, other], 1), torch.cat([other, x], 1)], 0)
