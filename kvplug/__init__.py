@@ -6,8 +6,9 @@ Importing registers the attention function "kvplug" with transformers and touche
 from kvplug.absorb import absorb, unabsorb
 from kvplug.attention import attach, detach, register
 from kvplug.cache import KVCache
-from kvplug.calibrate import calibrate_sharing
+from kvplug.calibrate import calibrate_low_rank, calibrate_sharing
 from kvplug.compress import compress
+from kvplug.low_rank_plan import LowRankPlan
 from kvplug.memory import MemoryReport
 from kvplug.planning import plan
 from kvplug.pool import PagedCache, PagePool
@@ -18,6 +19,8 @@ from kvplug.recipes import (
     H2OCache,
     KeyDiffCache,
     KnormCache,
+    LowRankCache,
+    MiniCache,
     QuantCache,
     SharedCache,
     SnapKVCache,
@@ -42,7 +45,10 @@ __all__ = [
     "KVView",
     "KeyDiffCache",
     "KnormCache",
+    "LowRankCache",
+    "LowRankPlan",
     "MemoryReport",
+    "MiniCache",
     "OutOfPages",
     "PagePool",
     "PagedCache",
@@ -55,6 +61,7 @@ __all__ = [
     "WindowCache",
     "absorb",
     "attach",
+    "calibrate_low_rank",
     "calibrate_sharing",
     "compress",
     "detach",

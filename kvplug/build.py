@@ -15,6 +15,8 @@ from kvplug.adaptive import AdaptiveLayer
 from kvplug.attention import configs_of
 from kvplug.codecs import BITS, ROTATING, Codec, Plain, get_codec
 from kvplug.evicting import EvictingLayer
+from kvplug.joining import Joined, Joining
+from kvplug.joint import Group, JointLayer
 from kvplug.layer import KVLayer
 from kvplug.policies import Policy, Scored
 from kvplug.policies.positional import check_count
@@ -24,7 +26,7 @@ from kvplug.scored import ScoredLayer
 from kvplug.sharing import BorrowedLayer, Readers, owners
 from kvplug.sharing_plan import SharingPlan
 from kvplug.stores import PagedStore, Pages
-from kvplug.stores.residual import defaults
+from kvplug.stores.residual import RESIDUAL, defaults
 from kvplug.stores.tables import Table
 
 CodecLike = str | Codec | None
@@ -71,7 +73,15 @@ def grouping(name: CodecLike, scheme: str | None, group_size: int | None) -> dic
 
 
 def make_layers(
-    config: object, codec, policy, residual=None, sinks=None, layer_codecs=None, pool: Pages | None = None, share=None
+    config: object,
+    codec,
+    policy,
+    residual=None,
+    sinks=None,
+    layer_codecs=None,
+    pool: Pages | None = None,
+    share=None,
+    joining: Joining | None = None,
 ) -> list:
     """The layers of a cache for a model or config: ours where attention is full, transformers' own elsewhere.
 
@@ -110,7 +120,9 @@ def make_layers(
     for one in policies:
         if one is not None and not isinstance(one, Policy):
             raise ValueError(f"policy={one!r} is not accepted; pass a kvplug policy such as kvplug.policies.Window")
-    _check_dense_parts(residual, sinks, policy, sides, layer_codecs, pool)
+    joined = _joined(joining, config, full, sides, policy, pool, share)
+    _check_alike(text, {i: group[0] for group, *_ in joined for i in group[1:]})
+    _check_dense_parts(residual, sinks, policy, sides, layer_codecs or joined, pool)
     others = {i: get_codecs(one, f"layer_dtypes[{i!r}]") for i, one in (layer_codecs or {}).items()}
     for i in others:
         if i in borrowed:
@@ -118,6 +130,8 @@ def make_layers(
                 f"layer_dtypes has an entry for layer {i!r}, which reads the keys and values of layer {borrowed[i]}; "
                 f"accepted: {', '.join(map(str, full))}"
             )
+        if any(i in group for group, *_ in joined):
+            raise ValueError(f"layer_dtypes has an entry for layer {i!r}, which is stored together with others")
         if i not in full:
             raise ValueError(
                 f"layer_dtypes has an entry for layer {i!r}, which is not a full-attention layer; accepted: "
@@ -127,8 +141,39 @@ def make_layers(
     stores = _paged_stores(pool, full, policies) if pool is not None else {}
     for i, one, rope in zip(full, policies, ropes, strict=True):
         layers[i] = _make_layer(*others.get(i, sides), one, rope, residual, sinks, stores.get(i))
+    for number, (group, *codecs) in enumerate(joined):
+        shared = Group(*codecs, len(group), number)
+        for member, i in enumerate(group):
+            layers[i] = JointLayer(shared, member, *_counts(residual, sinks, RESIDUAL))
     lend(layers, borrowed, compat.readers(model_config))
     return layers
+
+
+# Why layers that are stored together can't be had with what else a cache may be asked for.
+NOT_TOGETHER = {
+    "policy": "a token is stored for all of them at once, and each would drop others",
+    "pool": "tokens are written in groups over several layers, which no page holds",
+    "share": "a layer that borrows stores nothing that could be stored together",
+}
+
+
+def _joined(joining: Joining | None, config: object, full: list[int], sides, policy, pool, share) -> list[Joined]:
+    """The layers that are stored together, with their codecs."""
+    if joining is None:
+        return []
+    if not isinstance(joining, Joining):
+        raise ValueError(f"joining={joining!r} is not accepted; pass a kvplug.joining.Joining, or None")
+    for name, value in (("policy", policy), ("pool", pool), ("share", share)):
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} can't be had with layers that are stored together: {NOT_TOGETHER[name]}; None is "
+                "accepted"
+            )
+    return joining.groups(config, full, sides)
+
+
+def _counts(residual: int | None, sinks: int | None, own: tuple[int, int]) -> list[int]:
+    return [mine if given is None else given for given, mine in zip((residual, sinks), own, strict=True)]
 
 
 def lend(layers: list, borrowed: Mapping[int, int], handed_on: Mapping[int, int]) -> None:
@@ -146,14 +191,14 @@ def lend(layers: list, borrowed: Mapping[int, int], handed_on: Mapping[int, int]
         layers[i] = BorrowedLayer(layers[owner], owner)
 
 
-def _check_alike(config: PreTrainedConfig, borrowed: Mapping[int, int]) -> None:
-    """Raises ValueError where a layer is to read keys and values of another shape than its own."""
-    for i, owner in borrowed.items():
+def _check_alike(config: PreTrainedConfig, first: Mapping[int, int]) -> None:
+    """Raises ValueError where a layer is to have its keys and values in common with one of another shape."""
+    for i, owner in first.items():
         own, other = (compat.kv_shape(config, layer) for layer in (i, owner))
         if own != other:
             raise ValueError(
-                f"layer {i} can't read the keys and values of layer {owner}: it has {own[0]} heads of widths {own[1:]} "
-                f"and that one {other[0]} of {other[1:]}; groups of layers alike are accepted"
+                f"layer {i} can't share the keys and values of layer {owner}: it has {own[0]} heads of widths "
+                f"{own[1:]} and that one {other[0]} of {other[1:]}; groups of layers alike are accepted"
             )
 
 
@@ -215,9 +260,7 @@ def _make_layer(keys: Codec, values: Codec, policy, rope, residual: int | None, 
         return EvictingLayer(keys.tokenwise(), values.tokenwise(), policy, rope)
     if isinstance(keys, Plain) and isinstance(values, Plain):
         return KVLayer(keys, values)
-    residual, sinks = (
-        own if given is None else given for given, own in zip((residual, sinks), defaults(keys, values), strict=True)
-    )
+    residual, sinks = _counts(residual, sinks, defaults(keys, values))
     if keys.granule == values.granule == 1 and residual == sinks == 0:
         return KVLayer(keys, values)
     return ResidualLayer(keys, values, residual, sinks)

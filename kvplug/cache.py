@@ -14,6 +14,7 @@ from kvplug import compat, files
 from kvplug.attention import attach
 from kvplug.build import CodecLike, make_layers
 from kvplug.fingerprint import Fingerprint, fingerprint
+from kvplug.joining import Joining
 from kvplug.layer import KVLayer
 from kvplug.memory import MemoryReport, measure
 from kvplug.policies import Policy
@@ -42,6 +43,8 @@ class KVCache(compat.Cache):
             written by itself, as under a policy.
         share: which layers read the keys and values of another (see `SharedCache`), None for no layer. All that is
             said of each full-attention layer is then said of those that own theirs.
+        joining: which layers are encoded together (see `MiniCache` and `LowRankCache`), None for no layer; `codec` is
+            then what is applied to the result. Not with a policy, a pool or `share`.
 
     Raises:
         ValueError: an argument is not known, the model has no full-attention layers, or its attention can't be
@@ -68,8 +71,9 @@ class KVCache(compat.Cache):
         layer_codecs: Mapping[int, CodecLike | tuple[CodecLike, CodecLike]] | None = None,
         pool: Pages | None = None,
         share: Groups | SharingPlan | None = None,
+        joining: Joining | None = None,
     ):
-        layers = make_layers(config, codec, policy, residual, sinks, layer_codecs, pool, share)
+        layers = make_layers(config, codec, policy, residual, sinks, layer_codecs, pool, share, joining)
         evicting = any(isinstance(layer, KVLayer) and layer.policy for layer in layers)
         if evicting and isinstance(config, torch.nn.Module) and not compat.can_route(config):
             raise ValueError(
@@ -248,6 +252,10 @@ class KVCache(compat.Cache):
                 "a cache that was not made for a model can't be saved; one of a model or config is accepted"
             )
         finish_copies(self.layers)
+        for layer in self.layers:
+            # All before any is written: some are encoded together.
+            if isinstance(layer, KVLayer):
+                layer.settle()
         states = [prefixed(str(i), layer_state(layer)) for i, layer in enumerate(self.layers)]
         tensors = {name: x for found, _ in states for name, x in found.items()}
         layers = [entry for _, plain in states for entry in plain.values()]

@@ -1,11 +1,11 @@
-"""Which layers of a trained model may share keys and values: searched for by what sharing does to its predictions.
+"""What a trained model's layers have in common: which may share keys and values, and in which directions these lie.
 
-Nothing is assumed of which layers go together: every pair is tried, and each step of the search is measured. Must never
-change the model.
+Both are found by running the model over texts. Must never change the model.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -17,12 +17,15 @@ from kvplug.build import make_layers
 from kvplug.cache import KVCache
 from kvplug.fingerprint import fingerprint
 from kvplug.layer import KVLayer
+from kvplug.low_rank_plan import SIDES, LowRankPlan
 from kvplug.policies.positional import check_count
 from kvplug.sharing import groups
 from kvplug.sharing_plan import SharingPlan
 
 # Tokens of a text on which pairs are compared.
 GLANCE = 128
+# First tokens of a text, which are unlike all others.
+FIRST = 4
 
 Pair = tuple[int, int]
 
@@ -41,6 +44,7 @@ def calibrate_sharing(
 ) -> SharingPlan:
     """Searches which layers of a trained model can read the keys and values of another one at the least damage.
 
+    Nothing is assumed of which layers go together: every pair is tried, and each step of the search is measured.
     As in KVSharer (Yang et al., 2024, arXiv:2410.18517) any earlier layer may be the owner, not the neighbour alone:
     the best one is often far away. Where KVSharer goes by how much the keys and values of two layers differ, damage is
     measured here: KL(model ‖ model that shares), in nats a token. First each pair by itself on the first tokens of each
@@ -67,8 +71,7 @@ def calibrate_sharing(
         ValueError: an argument is not valid, or the model's layers are too few or too unlike for so large a share.
         OSError: the file can't be written.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model={type(model).__name__} is not accepted; pass a transformers model")
+    _check_model(model)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise ValueError(f"share={share!r} is not valid; a part of the layers between 0 and 1 is accepted")
     check_count("tokens", tokens, 2)
@@ -100,6 +103,104 @@ def calibrate_sharing(
     if path is not None:
         plan.save(path)
     return plan
+
+
+@torch.no_grad()
+def calibrate_low_rank(
+    model: PreTrainedModel,
+    texts: Sequence[str | torch.Tensor],
+    rank: float = 0.5,
+    *,
+    path: files.Path | None = None,
+    tokenizer: object = None,
+    tokens: int = 1024,
+    group: int = 4,
+    progress: bool = True,
+) -> LowRankPlan:
+    """Finds the directions that keys and values of neighbouring layers mostly lie in, for `LowRankCache`.
+
+    One forward over each text; then for each group of layers the eigenvectors of what all heads have in common. The
+    first tokens of a text, which a cache keeps as they are, are left out.
+
+    Args:
+        model: a causal language model of transformers, routed through kvplug from then on.
+        texts: like what the model will read: strings, or token numbers `[tokens]`. More tokens than a group of layers
+            has channels are needed, several times as many do well.
+        rank: the largest part of the directions that a cache may keep, up to 1.
+        path: a file for the plan, for `LowRankCache(model, plan=path)`.
+        tokenizer: makes tokens of strings; None for the one that lies where the model was loaded from.
+        tokens: most tokens of a text that are looked at, at least 8.
+        group: neighbouring full-attention layers that are written in one basis. More need fewer bytes for the same
+            error and more arithmetic.
+        progress: shows a bar over the forwards.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: an argument is not valid, there are too few tokens, or layers of a group are unlike.
+        OSError: the file can't be written.
+    """
+    _check_model(model)
+    if isinstance(rank, bool) or not isinstance(rank, int | float) or not 0 < rank <= 1:
+        raise ValueError(f"rank={rank!r} is not valid; a part of the directions, above 0 and up to 1, is accepted")
+    check_count("tokens", tokens, 2 * FIRST)
+    check_count("group", group, 1)
+    rows = [row[:tokens].to(model.device)[None] for row in _rows(texts, model, tokenizer)]
+    layers = [i for i, layer in enumerate(make_layers(model, None, None)) if isinstance(layer, KVLayer)]
+    found = [layers[i : i + group] for i in range(0, len(layers), group)]
+    _check_tokens(model, found, sum(max(row.shape[1] - FIRST, 0) for row in rows))
+    sums: dict[tuple[str, int], torch.Tensor] = {}
+    for row in tqdm(rows, disable=not progress, desc="directions", unit="text"):
+        cache = KVCache(model)
+        _predictions(model, row, cache)
+        for key in itertools.product(SIDES, range(len(found))):
+            flat = _side_by_side(cache, key[0], found[key[1]]).flatten(1)
+            sums[key] = sums.get(key, 0) + (flat.T @ flat).double()
+    bases = {
+        side: [
+            _basis(sums[side, i], rank, _side_by_side(cache, side, members).shape[1:])
+            for i, members in enumerate(found)
+        ]
+        for side in SIDES
+    }
+    plan = LowRankPlan(found, rank, bases, fingerprint(model))
+    if path is not None:
+        plan.save(path)
+    return plan
+
+
+def _check_tokens(model: PreTrainedModel, found: list[list[int]], tokens: int) -> None:
+    """Raises ValueError where a group has layers of different shapes, or more channels than there are tokens."""
+    text = compat.text_config(model.config)
+    for members in found:
+        shapes = {compat.kv_shape(text, i) for i in members}
+        if len(shapes) > 1:
+            raise ValueError(f"group={len(members)} puts layers {members} of different shapes together; 1 is accepted")
+        [(heads, *widths)] = shapes
+        channels = heads * max(widths) * len(members)
+        if tokens < channels:
+            raise ValueError(
+                f"texts have {tokens} tokens beside the first {FIRST} of each, and layers {members} have {channels} "
+                "channels together; at least as many tokens are accepted"
+            )
+
+
+def _side_by_side(cache: KVCache, side: str, layers: list[int]) -> torch.Tensor:
+    """What a cache of one row holds of layers, `[tokens, layers * kv_heads, head_dim]`, without the first tokens."""
+    parts = [getattr(cache.layers[i], side)[0, :, FIRST:].float() for i in layers]
+    return torch.cat([part.to(parts[0].device) for part in parts]).transpose(0, 1)
+
+
+def _basis(products: torch.Tensor, rank: float, shape: tuple[int, int]) -> torch.Tensor:
+    """The loudest directions, `[heads, directions, head_dim]`, from sums of products `[channels, channels]`."""
+    directions = torch.linalg.eigh(products).eigenvectors.flip(-1).T[: max(round(rank * len(products)), 1)]
+    return directions.unflatten(1, shape).transpose(0, 1).float().contiguous().cpu()
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model={type(model).__name__} is not accepted; pass a transformers model")
 
 
 def search(

@@ -29,12 +29,13 @@ def refusal(path: Path, why: str, accepted: str = ACCEPTED) -> ValueError:
     return ValueError(f"path={os.fspath(path)!r} {why}; {accepted}")
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, object]) -> None:
+def write(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, object], format: str = FORMAT) -> None:
     """Writes a file in the place of one that may be there, which stays as it is until the new one is whole.
 
     Args:
         tensors: by name, on any device, views too: what they show is written and nothing else.
         header: what JSON can hold.
+        format: what the file says that it is.
 
     Raises:
         ValueError: `path` is a folder.
@@ -50,7 +51,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, 
         )
     text = json.dumps(header)
     tensors = _apart(tensors)
-    about = {"format": FORMAT, "version": str(VERSION), "header": text, "sha256": _digest(VERSION, text, tensors)}
+    about = {"format": format, "version": str(VERSION), "header": text, "sha256": _digest(VERSION, text, tensors)}
     passing = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{secrets.token_hex(8)}.tmp")
     try:
         with open(passing, "xb") as file:
@@ -71,26 +72,32 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, 
         _flush(os.path.dirname(target))
 
 
-def read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+def read(
+    path: Path, format: str = FORMAT, accepted: str = ACCEPTED
+) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     """Header and tensors of a file. The tensors are on the host and may be pages of the file: copy what stays.
+
+    Args:
+        format: what the file has to say that it is.
+        accepted: what is accepted, for the error message.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is none that `write` wrote, it is of a newer version, or it isn't as it was written.
     """
     if not os.path.exists(path):
-        raise FileNotFoundError(f"path={os.fspath(path)!r} doesn't exist; {ACCEPTED}")
+        raise FileNotFoundError(f"path={os.fspath(path)!r} doesn't exist; {accepted}")
     if not os.path.isfile(path):
-        raise refusal(path, "is not a file")
+        raise refusal(path, "is not a file", accepted)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             about = file.metadata() or {}
-            if about.get("format") != FORMAT:
-                raise refusal(path, f"holds tensors but no {FORMAT}")
+            if about.get("format") != format:
+                raise refusal(path, f"holds tensors but no {format}", accepted)
             version = _version(path, about.get("version", ""))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, UnicodeDecodeError) as error:
-        raise refusal(path, f"is not a {FORMAT}, or is damaged ({error})") from error
+        raise refusal(path, f"is not a {format}, or is damaged ({error})", accepted) from error
     text = about.get("header", "")
     if _digest(version, text, tensors) != about.get("sha256"):
         raise refusal(path, "is damaged: its contents are not what was written", "an unchanged copy is accepted")

@@ -101,6 +101,11 @@ def human(count: int) -> str:
 
 def measure(layers: Iterable[object]) -> MemoryReport:
     """Counts the layers of a cache, ours and those of transformers; one that is listed twice counts twice."""
+    layers = list(layers)
+    for layer in layers:
+        # All before any is counted: some are encoded together.
+        if isinstance(layer, KVLayer):
+            layer.settle()
     total = dict.fromkeys((f.name for f in fields(MemoryReport)), 0)
     kept, ours = 0, 0
     for layer, times in _counted(layers):
@@ -129,7 +134,6 @@ def _counted(layers: Iterable[object]) -> list[tuple[object, int]]:
 
 
 def _ours(layer: KVLayer) -> dict[str, int]:
-    layer.settle()
     if not layer.is_initialized:
         return {"kept": 0}
     held = layer.store.held()

@@ -8,6 +8,8 @@ from kvplug import compat, files
 from kvplug.build import CodecLike, grouping, make_codecs
 from kvplug.cache import KVCache
 from kvplug.codecs import get_codec
+from kvplug.joining import Merging, Projecting
+from kvplug.low_rank_plan import LowRankPlan
 from kvplug.policies import (
     ExpectedAttention,
     HeavyHitters,
@@ -177,6 +179,76 @@ class SharedCache(KVCache):
             )
         share = groups if plan is None else SharingPlan.of(plan)
         super().__init__(config, codec=codec, policy=policy, residual=residual, sinks=sinks, pool=pool, share=share)
+
+
+class MiniCache(KVCache):
+    """Deep neighbours merged, for models that were trained without sharing: a pair of layers stores one direction for
+    each token and head, and two lengths.
+
+    Liu et al., "MiniCache: KV Cache Compression in Depth Dimension", 2024 (arXiv:2405.14366). Tokens that the two
+    layers differ most on have the difference beside it. First and last tokens stay as they came in.
+
+    Args:
+        config: the model or its config.
+        start: the first layer that is merged; None for half of the full-attention layers.
+        t: how near the direction is to the deeper layer's, 0 to 1.
+        distinct: tokens that have their difference, of each `group_size`, by layer, head and side.
+        group_size: tokens that are written together, up to 256.
+        codec: storage of the direction; what has groups of tokens by itself is written token by token.
+        residual, sinks: least number of last tokens, and number of first ones, that stay as they came in.
+
+    Raises:
+        ValueError: an argument is not valid, or the model's layers can't be merged.
+    """
+
+    def __init__(
+        self,
+        config: object,
+        start: int | None = None,
+        *,
+        t: float = 0.6,
+        distinct: int = 2,
+        group_size: int = 32,
+        codec: CodecLike | tuple[CodecLike, CodecLike] = None,
+        residual: int | None = None,
+        sinks: int | None = None,
+    ):
+        joining = Merging(start, t, group_size, distinct)
+        super().__init__(config, codec=codec, residual=residual, sinks=sinks, joining=joining)
+
+
+class LowRankCache(KVCache):
+    """Values, and if wanted keys, of several layers as coordinates in one basis of fewer directions.
+
+    As in xKV (Chang et al., "xKV: Cross-Layer SVD for KV-Cache Compression", 2025, arXiv:2503.18893), but for the
+    basis: there it is the prompt's own, here it is found once for the model, so that it holds for tokens to come as
+    well. First and last tokens stay as they came in.
+
+    Args:
+        config: the model or its config.
+        plan: what `kvplug.calibrate_low_rank` found, or the file that it wrote.
+        rank: the part of a group's directions that is kept of the values, up to the plan's own.
+        keys: the same for keys, which lose more by it; None to keep them whole.
+        codec: storage of the coordinates, and of keys that are whole.
+        residual, sinks: least number of last tokens, and number of first ones, that stay as they came in.
+
+    Raises:
+        ValueError: an argument is not valid, or the plan was found for another model.
+    """
+
+    def __init__(
+        self,
+        config: object,
+        plan: LowRankPlan | files.Path,
+        rank: float = 0.5,
+        *,
+        keys: float | None = None,
+        codec: CodecLike | tuple[CodecLike, CodecLike] = None,
+        residual: int | None = None,
+        sinks: int | None = None,
+    ):
+        joining = Projecting(LowRankPlan.of(plan), rank, keys)
+        super().__init__(config, codec=codec, residual=residual, sinks=sinks, joining=joining)
 
 
 class ScoredCache(KVCache):

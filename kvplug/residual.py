@@ -9,7 +9,7 @@ import torch
 
 from kvplug.codecs import Codec
 from kvplug.layer import KVLayer
-from kvplug.stores import STORES, RaggedStore, State
+from kvplug.stores import RaggedStore, ResidualStore, State, Store
 from kvplug.view import KVView, Segment
 
 
@@ -20,14 +20,15 @@ class ResidualLayer(KVLayer):
         keys, values: codec of each side; the larger granule is a multiple of the other.
         residual: least number of last tokens that stay as they came in.
         sinks: number of first tokens that stay as they came in.
+        encoded: where encoded tokens go, as for `ResidualStore`.
 
     Raises:
         ValueError: the groups of keys and values don't fit each other.
     """
 
-    def __init__(self, keys: Codec, values: Codec, residual: int, sinks: int):
+    def __init__(self, keys: Codec, values: Codec, residual: int, sinks: int, encoded: Store | None = None):
         super().__init__(keys, values)
-        self.store = STORES["residual"](keys, values, residual, sinks)
+        self.store = ResidualStore(keys, values, residual, sinks, encoded)
         self.direct = False
 
     def _clear(self) -> None:
@@ -137,11 +138,12 @@ class ResidualLayer(KVLayer):
     def load_state(self, state: State, device: torch.device) -> None:
         plain = state[1]
         if plain["ragged"]:
-            self.store = RaggedStore(*self.store.codecs, self.store.residual, self.store.sinks)
+            self.store = RaggedStore(*self.store.codecs, self.store.residual, self.store.sinks, self.store.encoded)
         super().load_state(state, device)
         self._placed = plain["placed"]
 
     def reset(self) -> None:
         """As new, for any batch; memory is given back."""
-        self.store = STORES["residual"](*self.store.codecs, self.store.residual, self.store.sinks)
+        self.store.encoded.reset()
+        self.store = ResidualStore(*self.store.codecs, self.store.residual, self.store.sinks, self.store.encoded)
         super().reset()

@@ -20,6 +20,7 @@ from kvplug.compress import CompressedCache, CompressedLayer
 from kvplug.evicting import EvictingLayer
 from kvplug.files import Path, refusal
 from kvplug.fingerprint import differences, fingerprint
+from kvplug.joint import Group, JointLayer
 from kvplug.layer import KVLayer
 from kvplug.policies import POLICIES
 from kvplug.pool import PagedCache, PagePool
@@ -28,7 +29,7 @@ from kvplug.scored import ScoredLayer
 from kvplug.sharing import BorrowedLayer, groups
 from kvplug.states import CODEC_KINDS, load_theirs, made
 from kvplug.stores import State
-from kvplug.stores.base import dtype_named, part_of
+from kvplug.stores.base import copied, dtype_named, part_of
 from kvplug.stores.compressed import CompressedStore
 from kvplug.stores.heads import HeadStore
 
@@ -109,6 +110,7 @@ def _layers(entries: list[dict], tensors: dict[str, torch.Tensor], model: object
             f"{kinds}; the version that the cache was saved with is accepted"
         )
     devices = _devices(model)
+    groups_of: dict[int, Group] = {}
     default = next(reversed(devices.values()), torch.device("cpu"))
     for i, entry in enumerate(entries):
         state = part_of((tensors, {str(i): entry}), str(i))
@@ -119,6 +121,8 @@ def _layers(entries: list[dict], tensors: dict[str, torch.Tensor], model: object
             load_theirs(layers[i], state, device)
         elif pool is not None:
             layers[i].load_state((state[0], entry["state"]), device)
+        elif entry["kind"] == JointLayer.__name__:
+            layers[i] = _joint_layer(groups_of, state, device)
         else:
             layers[i] = _layer(layers[i], state, device)
     lend(layers, borrowed, compat.readers(model if isinstance(model, PreTrainedConfig) else model.config))
@@ -177,6 +181,20 @@ def _layer(blank: KVLayer, state: State, device: torch.device) -> KVLayer:
     else:
         raise ValueError(f"a layer of the kind {kind!r} is not known")
     layer.load_state((tensors, plain), device)
+    return layer
+
+
+def _joint_layer(groups_of: dict[int, Group], state: State, device: torch.device) -> JointLayer:
+    """A layer that is stored together with others, of one of the groups, which its first layer begins."""
+    tensors, entry = state
+    if entry["member"] == 0:
+        codecs = []
+        for side in ("keys", "values"):
+            basis = copied(tensors, f"store.encoded.basis.{side}", device)
+            codecs.append(made(CODEC_KINDS, entry[side], **({} if basis is None else {"basis": basis})))
+        groups_of[entry["group"]] = Group(*codecs, entry["members"], entry["group"])
+    layer = JointLayer(groups_of[entry["group"]], entry["member"], entry["residual"], entry["sinks"])
+    layer.load_state((tensors, entry["state"]), device)
     return layer
 
 

@@ -10,18 +10,20 @@ from dataclasses import MISSING, dataclass, fields
 from kvplug.build import make_codecs
 from kvplug.cache import KVCache
 from kvplug.codecs import CODECS, Codec, get_codec
+from kvplug.joining import Joining, Merging, Projecting
+from kvplug.low_rank_plan import LowRankPlan
 from kvplug.policies import POLICIES, Policy
 from kvplug.sharing import Groups
 from kvplug.sharing_plan import SharingPlan
 from kvplug.stores.pages import PAGE_SIZE, Pages
 
-NAMES = (*CODECS, "quant", *POLICIES, "paged", "shared")
+NAMES = (*CODECS, "quant", *POLICIES, "paged", "shared", "minicache", "lowrank")
 
 
 @dataclass(frozen=True)
 class Composition:
-    """What a spec says: codecs of keys and values, a policy, what stays in the model's dtype, pages, and which layers
-    share (see `KVCache`)."""
+    """What a spec says: codecs of keys and values, a policy, what stays in the model's dtype, pages, which layers share
+    and which are stored together (see `KVCache`)."""
 
     codec: tuple[Codec, Codec]
     policy: Policy | None
@@ -29,6 +31,7 @@ class Composition:
     sinks: int | None = None
     pool: Pages | None = None
     share: Groups | SharingPlan | None = None
+    joining: Joining | None = None
 
 
 def parse(spec: str) -> Composition:
@@ -51,6 +54,10 @@ def parse(spec: str) -> Composition:
             kind, value = "store", _pages(arguments)
         elif name == "shared":
             kind, value = "sharing", _sharing(arguments)
+        elif name == "minicache":
+            kind, value = "joining", Merging(**_numbers(name, arguments, Merging, ()))
+        elif name == "lowrank":
+            kind, value = "joining", _projecting(arguments)
         else:
             raise ValueError(f"spec={spec!r}: {name!r} is not a known part; use one of {', '.join(NAMES)}")
         if kind in chosen:
@@ -58,8 +65,34 @@ def parse(spec: str) -> Composition:
         chosen[kind] = (name, value)
     dense = (get_codec(None), get_codec(None))
     codec, counts = chosen.get("codec", ("", (dense, {})))[1]
-    policy, pool, share = (chosen.get(kind, ("", None))[1] for kind in ("policy", "store", "sharing"))
-    return Composition(codec, policy, **counts, pool=pool, share=share)
+    policy, pool, share, joining = (
+        chosen.get(kind, ("", None))[1] for kind in ("policy", "store", "sharing", "joining")
+    )
+    return Composition(codec, policy, **counts, pool=pool, share=share, joining=joining)
+
+
+def _projecting(arguments: dict[str, str]) -> Projecting:
+    numbers = _numbers("lowrank", arguments, Projecting, ("plan",))
+    if "plan" not in arguments:
+        raise ValueError(
+            "'lowrank' needs plan, a file of kvplug.calibrate_low_rank; lowrank:plan=FILE,rank=0.5 is accepted"
+        )
+    return Projecting(LowRankPlan.load(arguments["plan"]), **{"rank": 0.5, **numbers})
+
+
+def _numbers(name: str, arguments: dict[str, str], kind: type, others: tuple[str, ...]) -> dict[str, float]:
+    """The arguments of a part that are numbers, by the annotations of `kind`; `others` are accepted beside them."""
+    known = {f.name: f.type for f in fields(kind) if "int" in f.type or "float" in f.type}
+    _refuse_others(name, arguments, (*others, *known))
+    return {key: _number(name, key, text, known[key]) for key, text in arguments.items() if key in known}
+
+
+def _number(name: str, key: str, text: str, kind: str) -> float:
+    try:
+        return float(text) if "float" in kind else int(text)
+    except ValueError:
+        accepted = "a number" if "float" in kind else "a whole number"
+        raise ValueError(f"{key}={text!r} of {name!r} is not valid; {accepted} is accepted") from None
 
 
 def _sharing(arguments: dict[str, str]) -> Groups | SharingPlan:
@@ -164,7 +197,8 @@ def from_spec(spec: str, config: object) -> KVCache:
             `values=`; with `residual=`, `sinks=`, `group_size=` and `scheme=` as in `QuantCache`) and a policy
             (`window`, `streaming`, `h2o`, `snapkv`, `tova`, `keydiff`, `knorm`, `expected_attention`; with the
             arguments of the cache of that name), `paged`, with `page_size=`, and `shared`, with `groups=` (`cla2`,
-            `yoco`, or layers such as `0-1/2-3`) or `plan=`, the file of a plan.
+            `yoco`, or layers such as `0-1/2-3`) or `plan=`, the file of a plan; or `minicache` or `lowrank`, with the
+            arguments of the cache of that name.
         config: the model or its config.
 
     Raises:

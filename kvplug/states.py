@@ -12,6 +12,7 @@ import torch
 
 from kvplug import codecs
 from kvplug.codecs import Codec
+from kvplug.joint import JointLayer
 from kvplug.layer import KVLayer
 from kvplug.policies import POLICIES, Policy
 from kvplug.sharing import BorrowedLayer
@@ -24,13 +25,21 @@ CODEC_KINDS: dict[str, type[Codec]] = {
     if isinstance(kind, type) and issubclass(kind, Codec) and kind is not Codec
 }
 # What can be saved and built again.
-LAYER_KINDS = ("KVLayer", "ResidualLayer", "EvictingLayer", "ScoredLayer", "AdaptiveLayer", "CompressedLayer")
+LAYER_KINDS = (
+    "KVLayer",
+    "ResidualLayer",
+    "EvictingLayer",
+    "ScoredLayer",
+    "AdaptiveLayer",
+    "CompressedLayer",
+    "JointLayer",
+)
 # Whose layers build them again by themselves.
 STORE_KINDS = ("ContiguousStore", "ResidualStore", "RaggedStore", "HeadStore", "CompressedStore", "PagedStore")
 
 
 def described(part: Codec | Policy | None) -> dict[str, object] | None:
-    """A codec or policy by its name and fields.
+    """A codec or policy by its name and fields, tensors left out.
 
     Raises:
         ValueError: it is none of kvplug's own.
@@ -40,12 +49,16 @@ def described(part: Codec | Policy | None) -> dict[str, object] | None:
     kinds = CODEC_KINDS if isinstance(part, Codec) else POLICIES
     for name, kind in kinds.items():
         if type(part) is kind:
-            return {"name": name, "fields": {f.name: getattr(part, f.name) for f in fields(part)}}
+            found = {f.name: getattr(part, f.name) for f in fields(part)}
+            found = {key: described(x) if isinstance(x, Codec) else x for key, x in found.items()}
+            return {"name": name, "fields": {key: x for key, x in found.items() if not isinstance(x, torch.Tensor)}}
     raise ValueError(f"{part!r} can't be saved; one of {', '.join(kinds)} is accepted")
 
 
-def made(kinds: Mapping[str, type], described: dict[str, object] | None) -> Codec | Policy | None:
-    """The inverse of `described`, for one of `kinds`.
+def made(
+    kinds: Mapping[str, type], described: dict[str, object] | None, **tensors: torch.Tensor
+) -> Codec | Policy | None:
+    """The inverse of `described`, for one of `kinds`; `tensors` are what it left out, by name.
 
     Raises:
         ValueError: the name is not known, or a field is not valid.
@@ -55,7 +68,8 @@ def made(kinds: Mapping[str, type], described: dict[str, object] | None) -> Code
     name = described["name"]
     if name not in kinds:
         raise ValueError(f"{name!r} is not known; {', '.join(kinds)} are accepted")
-    return kinds[name](**described["fields"])
+    values = {key: made(kinds, x) if isinstance(x, dict) else x for key, x in described["fields"].items()}
+    return kinds[name](**values, **tensors)
 
 
 def finish_copies(layers: list) -> None:
@@ -87,6 +101,8 @@ def layer_state(layer: object) -> State:
     keys, values = (described(codec) for codec in store.codecs)
     made_with = {"keys": keys, "values": values, "policy": described(layer.policy)}
     made_with |= {name: getattr(store, name) for name in ("residual", "sinks") if hasattr(store, name)}
+    if isinstance(layer, JointLayer):
+        made_with |= {"group": layer.group.number, "member": layer.index, "members": layer.group.joint.members}
     if isinstance(store, PagedStore):
         made_with["page_size"] = store.pages.page_size
     return tensors, {"kind": kind, "theirs": False, **made_with, "state": plain}

@@ -9,6 +9,7 @@ from kvplug.codecs.cast import Float8, Plain
 from kvplug.codecs.channel import PerChannel
 from kvplug.codecs.grouped import GroupWise
 from kvplug.codecs.integer import PerToken
+from kvplug.codecs.joint import LowRank, Merged
 from kvplug.codecs.rotated import Rotated
 
 # Widths of integers by name.
@@ -58,6 +59,8 @@ __all__ = [
     "Field",
     "Float8",
     "GroupWise",
+    "LowRank",
+    "Merged",
     "PerChannel",
     "PerToken",
     "Plain",

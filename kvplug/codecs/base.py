@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor that a codec stores: `width` elements of `dtype` for a head and every `every` tokens.
+    """One tensor that a codec stores: `width` elements of `dtype` for every `share` heads and every `every` tokens.
 
     `kind` says how it is counted: "codes" (the K or V themselves) or "scales" (scales, zero points and offsets).
     """
@@ -25,13 +25,14 @@ class Field:
     dtype: torch.dtype
     kind: str = "codes"
     every: int = 1
+    share: int = 1
 
     def rows(self, tokens: int) -> int:
         """Rows of the tensor for `tokens` tokens; a group that is not full has one too."""
         return -(-tokens // self.every)
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes for `tokens` tokens of one head."""
+        """Bytes for `tokens` tokens of the heads that share them, mostly one."""
         return self.rows(tokens) * self.width * self.dtype.itemsize
 
 
@@ -40,7 +41,8 @@ class Encoded:
     """Keys or values of some tokens as they are stored.
 
     `fields` maps a field's name to a tensor `[batch, kv_heads, rows, width]`, the first one with a row for each token,
-    others perhaps with one for each group of tokens; decoding gives head_dim `dim`.
+    others perhaps with one for each group of tokens, and with one head where all of them share; codes stand for `dim`
+    channels.
     """
 
     codec: Codec
@@ -76,17 +78,19 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Factors:
-    """What makes numbers of codes: x = unrotate(codes * scale + zero + offset of the token's group).
+    """What makes numbers of codes: x = unrotate(codes * scale + zero + offset of the token's group) + sparse.
 
     `scale` and `zero` are fp32 `[batch, kv_heads, 1, tokens]` or None (1 and 0), laid out to multiply a row of scores:
     a score costs one product with the codes, and scale and zero are applied to the scores rather than to every element.
     `offset` is fp32 `[batch, kv_heads, groups, dim]` or None (0), one row for every granule of tokens, so that its
-    product costs a granule's share of the codes'.
+    product costs a granule's share of the codes'. `sparse` is what a few slots have beside, or None: which ones, int64
+    `[batch, kv_heads, n]`, each at most once or with zeros, and fp32 `[batch, kv_heads, n, head_dim]`.
     """
 
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
     offset: torch.Tensor | None = None
+    sparse: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def to_planes(x: torch.Tensor, planes: int, width: int) -> torch.Tensor:
@@ -152,6 +156,9 @@ class Codec:
         if factors.offset is not None:
             x = x + factors.offset.repeat_interleave(self.granule, dim=2)[:, :, : x.shape[2]]
         x = self.unrotate(x)
+        if factors.sparse is not None:
+            slots, rows = factors.sparse
+            x = x.scatter_add(2, slots[..., None].expand_as(rows), rows)
         if dtype == torch.float16:
             # A value near fp16's largest may come back just above it.
             x = x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
@@ -159,7 +166,7 @@ class Codec:
 
     def nbytes(self, tokens: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Exact bytes of `tokens` tokens of `heads` heads of one sequence, scales and zero points included."""
-        return heads * sum(f.nbytes(tokens) for f in self.fields(dim, dtype))
+        return sum(heads // f.share * f.nbytes(tokens) for f in self.fields(dim, dtype))
 
     def tokenwise(self) -> Codec:
         """The codec for stores where tokens come and go one by one: granule 1, and as close to this one as can be."""

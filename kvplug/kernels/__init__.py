@@ -24,8 +24,7 @@ def attend(
     """Softmax attention over a view, `[batch, heads, queries, value_dim]`; arguments as for `reference.attend`."""
     if view.segments[0].owners is not None:
         return heads.attend(query, view, mask, scale, softcap, sinks)
-    kv_heads = next(view.segments[0].keys.tensors()).shape[1]
-    rows = query.shape[1] // kv_heads * query.shape[2]
+    rows = query.shape[1] // view.kv_heads * query.shape[2]
     special = softcap is not None or sinks is not None
     # A run of tokens in full precision needs no decoding, so torch's own attention reads it in place.
     if special or (rows <= FEW_ROWS and not view.plain):

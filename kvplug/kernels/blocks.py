@@ -106,7 +106,7 @@ def observe(
 def _weights(query, view: KVView, mask, scale: float, softcap, sinks) -> torch.Tensor:
     """The weights of attention, fp32 `[batch, kv_heads, group * queries, slots]`."""
     batch, heads, queries, _ = query.shape
-    kv_heads = next(view.segments[0].keys.tensors()).shape[1]
+    kv_heads = view.kv_heads
     group = heads // kv_heads
     rows = (query.float() * scale).reshape(batch, kv_heads, group * queries, -1)
     count = rows.shape[2]
@@ -188,15 +188,22 @@ def products(rows: torch.Tensor, keys: Encoded) -> torch.Tensor:
     for _, _, codes in _blocks(keys):
         if planes is None:
             planes = to_planes(rotated, codes.shape[0], codes.shape[-1]).contiguous()
-        product = planes @ codes.transpose(-1, -2)
+        product = _by_head(planes, codes.transpose(-1, -2))
         parts.append(product[0] if len(product) == 1 else product.sum(0))
     scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-    _apply_factors(scores, rotated, keys)
+    _apply_factors(scores, rows, rotated, keys)
     return scores
 
 
-def _apply_factors(scores: torch.Tensor, rotated: torch.Tensor, keys: Encoded) -> None:
-    """Makes scores `[batch, kv_heads, rows, tokens]` of the rotated rows' products with codes."""
+def _by_head(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x @ y for `[…, kv_heads, n, k]` and `[…, kv_heads or 1, k, m]`: one product with what all heads share."""
+    if y.shape[-3] == x.shape[-3]:
+        return x @ y
+    return (x.flatten(-3, -2)[..., None, :, :] @ y)[..., 0, :, :].unflatten(-2, x.shape[-3:-1])
+
+
+def _apply_factors(scores: torch.Tensor, rows: torch.Tensor, rotated: torch.Tensor, keys: Encoded) -> None:
+    """Makes scores `[batch, kv_heads, rows, tokens]` of the products of rows, `rotated`, with codes."""
     factors = keys.factors()
     if factors.scale is not None:
         scores.mul_(factors.scale)
@@ -207,6 +214,9 @@ def _apply_factors(scores: torch.Tensor, rotated: torch.Tensor, keys: Encoded) -
         groups, whole = rotated @ factors.offset.transpose(-1, -2), keys.tokens // granule
         scores[..., : whole * granule].unflatten(-1, (whole, granule)).add_(groups[..., :whole, None])
         scores[..., whole * granule :].add_(groups[..., whole:])
+    if factors.sparse is not None:
+        slots, more = factors.sparse
+        scores.scatter_add_(-1, slots[..., None, :].expand(*rows.shape[:3], -1), rows @ more.transpose(-1, -2))
 
 
 def weighted(weights: torch.Tensor, values: Encoded) -> torch.Tensor:
@@ -214,13 +224,17 @@ def weighted(weights: torch.Tensor, values: Encoded) -> torch.Tensor:
     factors, total = values.factors(), 0
     scaled = weights if factors.scale is None else weights * factors.scale
     for start, stop, codes in _blocks(values):
-        total = total + scaled[..., start:stop] @ codes
+        total = total + _by_head(scaled[..., start:stop], codes)
     out = from_planes(total, values.dim)
     if factors.zero is not None:
         out = out + (weights * factors.zero).sum(-1, keepdim=True)
     if factors.offset is not None:
         out = out + _by_group(weights, values.codec.granule) @ factors.offset
-    return values.codec.unrotate(out)
+    out = values.codec.unrotate(out)
+    if factors.sparse is not None:
+        slots, more = factors.sparse
+        out = out + weights.gather(-1, slots[..., None, :].expand(*weights.shape[:3], -1)) @ more
+    return out
 
 
 def _by_group(weights: torch.Tensor, granule: int) -> torch.Tensor:

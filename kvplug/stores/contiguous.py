@@ -56,7 +56,8 @@ class Side:
         batch, heads = x.shape[:2]
         self.fields = {f.name: f for f in self.codec.fields(self.dim, x.dtype)}
         self.buffers = {
-            f.name: torch.zeros(batch, heads, 0, f.width, dtype=f.dtype, device=x.device) for f in self.fields.values()
+            f.name: torch.zeros(batch, heads // f.share, 0, f.width, dtype=f.dtype, device=x.device)
+            for f in self.fields.values()
         }
 
     def reserve(self, used: int, capacity: int) -> None:
@@ -197,7 +198,7 @@ class ContiguousStore(Store):
 
     def _too_loud(self, keys: torch.Tensor) -> bool:
         # A plan has shapes alone.
-        return not (keys.is_meta or isinstance(self.keys.codec, Plain)) and has_outlier(keys)
+        return not (keys.is_meta or self.keys.codec.bits == Plain.bits) and has_outlier(keys)
 
     @property
     def kept_plain(self) -> bool:
@@ -220,6 +221,26 @@ class ContiguousStore(Store):
     def _write(self, side: Side, encoded: dict[str, torch.Tensor]) -> None:
         """Writes encoded tokens after those that are there."""
         side.write(self.length, encoded)
+
+    def append_rows(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
+        """Encodes tokens `[len(rows), kv_heads, most tokens, head_dim]` of some rows, and writes them to these.
+
+        Args:
+            rows: int64 on the host, the rows of the batch.
+            places: int64 `[len(rows), 2]` on the host: the slot from which on a row's tokens are written, a multiple
+                of the granule, and how many there are; what is given beyond them is left out.
+        """
+        blocks = self.encode(keys, values)
+        length = max(self.length, int(places.sum(-1).max()))
+        self.reserve(length)
+        for start, count in places.unique(dim=0).tolist():
+            same = (places == torch.tensor([start, count])).all(-1).nonzero()[:, 0]
+            for side, block in zip((self.keys, self.values), blocks, strict=True):
+                for name, x in block.items():
+                    f, buffer = side.fields[name], side.buffers[name]
+                    first, wanted = start // f.every, f.rows(count)
+                    buffer[rows[same].to(buffer.device), :, first : first + wanted] = x[same.to(x.device), :, :wanted]
+        self.length = length
 
     def put(
         self, keys: torch.Tensor, values: torch.Tensor, admission: Admission, scores: torch.Tensor | None = None
@@ -329,7 +350,8 @@ class ContiguousStore(Store):
         for name, side in (("keys", self.keys), ("values", self.values)):
             block = {}
             for f in side.fields.values():
-                x, shape = tensors[f"{name}.{f.name}"], (*keys.shape[:2], f.rows(length), f.width)
+                shape = keys.shape[0], keys.shape[1] // f.share, f.rows(length), f.width
+                x = tensors[f"{name}.{f.name}"]
                 block[f.name] = expect(f"{name}.{f.name}", x, shape, f.dtype)
             side.write(0, block)
         self._load_tables(tensors, length, keys.device)

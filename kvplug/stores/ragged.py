@@ -13,7 +13,7 @@ import torch
 
 from kvplug.codecs import Encoded
 from kvplug.stores.base import Held, State, expect, part_of
-from kvplug.stores.contiguous import grown, ordinary_tensors
+from kvplug.stores.contiguous import capacity_for, grown, ordinary_tensors
 from kvplug.stores.residual import PLAIN, ResidualStore
 from kvplug.view import Segment
 
@@ -31,8 +31,8 @@ class RaggedStore(ResidualStore):
     def of(cls, store: ResidualStore) -> RaggedStore:
         """The same tokens in rows that may go on differently; takes the buffers of `store` over."""
         store._compact()
-        ragged = cls(*store.codecs, store.residual, store.sinks)
-        ragged.encoded, ragged.length = store.encoded, store.length
+        ragged = cls(*store.codecs, store.residual, store.sinks, store.encoded)
+        ragged.length = store.length
         capacity = store.sinks + store.room
         ragged.dense = [grown(x, x.shape[2], capacity) for x in store.dense]
         batch, device = store.dense[0].shape[0], store.dense[0].device
@@ -153,32 +153,18 @@ class RaggedStore(ResidualStore):
         more = (due - self.done)[rows]
         first = self.done - (counts - (columns >= 0).sum(-1))
         found, picked = self._pick(pool, columns, first, int(more.max()), rows)
-        blocks = self.encoded.encode(*picked)
-        self.encoded.reserve(int(due.max()) - self.sinks)
-        if self._encoded_table.shape[2] < self.encoded.capacity:
-            self._encoded_table = grown(self._encoded_table, self.encoded.length, self.encoded.capacity, fill=-1)
         places = torch.stack([self.done[rows] - self.sinks, more], dim=1)
-        for start, length in places.unique(dim=0).tolist():
-            same = (places == torch.tensor([start, length])).all(-1).nonzero()[:, 0]
-            self._put(
-                rows[same],
-                start,
-                length,
-                [{k: x[same.to(x.device)] for k, x in b.items()} for b in blocks],
-                found[same],
+        self.encoded.append_rows(*picked, rows, places)
+        length = int(due.max()) - self.sinks
+        if self._encoded_table.shape[2] < length:
+            self._encoded_table = grown(
+                self._encoded_table, self._encoded_table.shape[2], capacity_for(length), fill=-1
             )
-        self.encoded.length = max(self.encoded.length, int(due.max()) - self.sinks)
-        self.done = torch.maximum(self.done, due)
-
-    def _put(self, rows: torch.Tensor, start: int, length: int, blocks: list[dict], columns: torch.Tensor) -> None:
-        """Writes `length` encoded tokens of some rows from slot `start` on."""
-        for side, block in zip((self.keys, self.values), blocks, strict=True):
-            for name, x in block.items():
-                f = side.fields[name]
-                first, count = start // f.every, f.rows(length)
-                side.buffers[name][rows.to(x.device), :, first : first + count] = x[:, :, :count]
         table = self._encoded_table
-        table[rows.to(table.device), 0, start : start + length] = columns[:, :length].to(table)
+        for start, count in places.unique(dim=0).tolist():
+            same = (places == torch.tensor([start, count])).all(-1).nonzero()[:, 0]
+            table[rows[same].to(table.device), 0, start : start + count] = found[same, :count].to(table)
+        self.done = torch.maximum(self.done, due)
 
     def _tell_positions(self) -> None:
         """Writes anew what attention is told of the dense slots; tokens that are encoded by now are hidden."""
@@ -232,11 +218,9 @@ class RaggedStore(ResidualStore):
         if stop <= start:
             return
         first = start - self.sinks
-        for side, dense in zip((self.keys, self.values), self.dense, strict=True):
-            one = Encoded(side.codec, {name: x[row : row + 1] for name, x in side.buffers.items()}, side.dim)
-            dense[row, :, self.sinks : self.sinks + stop - start] = one.narrow(first, stop - start).decode(dense.dtype)[
-                0
-            ]
+        for side, dense in zip(self.encoded.view(first, stop - start), self.dense, strict=True):
+            one = Encoded(side.codec, {name: x[row : row + 1] for name, x in side.fields.items()}, side.dim)
+            dense[row, :, self.sinks : self.sinks + stop - start] = one.decode(dense.dtype)[0]
         self.columns[row, self.sinks : self.sinks + stop - start] = columns[first : first + stop - start]
 
     @ordinary_tensors
@@ -299,4 +283,5 @@ class RaggedStore(ResidualStore):
         # The table of what is encoded grows with the codes, and what it has for their spare slots is spare too.
         told = self._encoded_table
         beyond = told[..., self.encoded.length :].numel() * told.itemsize
-        return replace(encoded, residual=used, tables=tables - beyond, spare=encoded.spare + dense - used + beyond)
+        tables += encoded.tables - beyond
+        return replace(encoded, residual=used, tables=tables, spare=encoded.spare + dense - used + beyond)

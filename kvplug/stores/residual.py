@@ -25,6 +25,9 @@ UNDO = 8
 # The tail's buffer grows by so many tokens until it is as large as it gets.
 TAIL_SLAB = 32
 
+# `residual` and `sinks` where tokens are not written one by one in 8 bits or more, and nobody chose.
+RESIDUAL = (32, 4)
+
 PLAIN = Plain()
 
 
@@ -45,7 +48,7 @@ def group_of(keys: Codec, values: Codec) -> int:
 
 def defaults(keys: Codec, values: Codec) -> tuple[int, int]:
     """`residual` and `sinks` where nobody chose: none for 8 bits and more token by token, else 32 and 4."""
-    return (0, 0) if all(c.granule == 1 and c.bits >= 8 for c in (keys, values)) else (32, 4)
+    return (0, 0) if all(c.granule == 1 and c.bits >= 8 for c in (keys, values)) else RESIDUAL
 
 
 class ResidualStore(Store):
@@ -59,15 +62,16 @@ class ResidualStore(Store):
         keys, values: the codec of each side.
         residual: least number of last tokens that stay as they are.
         sinks: number of first tokens that stay as they are.
+        encoded: where encoded tokens go, an empty store of these codecs; None for one of its own.
     """
 
     positions = None
 
-    def __init__(self, keys: Codec, values: Codec, residual: int, sinks: int):
+    def __init__(self, keys: Codec, values: Codec, residual: int, sinks: int, encoded: Store | None = None):
         self.codecs = (keys, values)
         self.residual, self.sinks = residual, sinks
         self.group = group_of(keys, values)
-        self.encoded = ContiguousStore(keys, values)
+        self.encoded = ContiguousStore(keys, values) if encoded is None else encoded
         self.dense: list[torch.Tensor] = []
         self.length = 0
         self.settled = self.first = sinks
@@ -246,7 +250,8 @@ class ResidualStore(Store):
         self.encoded.to(device)
 
     def reset(self) -> None:
-        self.__init__(*self.codecs, self.residual, self.sinks)
+        self.encoded.reset()
+        self.__init__(*self.codecs, self.residual, self.sinks, self.encoded)
 
     @property
     def _in_use(self) -> int:
