@@ -37,12 +37,11 @@ class Merging(Joining):
     """Pairs of neighbours from `start` on, each as one direction and two lengths (see `MiniCache`)."""
 
     start: int | None = None
-    t: float = 0.6
     group_size: int = 32
     distinct: int = 2
 
     def __post_init__(self):
-        Merged(Codec(), self.t, self.group_size, self.distinct)  # raises for what is not valid
+        Merged(Codec(), self.group_size, self.distinct)  # raises for what is not valid
         start = self.start
         if start is not None and (isinstance(start, bool) or not isinstance(start, int) or start < 0):
             raise ValueError(
@@ -57,7 +56,7 @@ class Merging(Joining):
                 f"start={self.start!r} leaves {len(deep)} of the full-attention layers {', '.join(map(str, full))}; "
                 f"up to {full[-2] if len(full) > 1 else 'a model of two layers'} is accepted"
             )
-        sides = [Merged(codec.tokenwise(), self.t, self.group_size, self.distinct) for codec in codecs]
+        sides = [Merged(codec.tokenwise(), self.group_size, self.distinct) for codec in codecs]
         return [(deep[i : i + 2], *sides) for i in range(0, len(deep) - 1, 2)]
 
 

@@ -183,15 +183,14 @@ class SharedCache(KVCache):
 
 class MiniCache(KVCache):
     """Deep neighbours merged, for models that were trained without sharing: a pair of layers stores one direction for
-    each token and head, and two lengths.
+    each token and head, and two lengths; tokens that this fits badly have the difference beside it.
 
-    Liu et al., "MiniCache: KV Cache Compression in Depth Dimension", 2024 (arXiv:2405.14366). Tokens that the two
-    layers differ most on have the difference beside it. First and last tokens stay as they came in.
+    After Liu et al., "MiniCache: KV Cache Compression in Depth Dimension", 2024 (arXiv:2405.14366); what is done in
+    another way, and does far less damage, is told at `kvplug.codecs.Merged`. First and last tokens stay as they are.
 
     Args:
         config: the model or its config.
         start: the first layer that is merged; None for half of the full-attention layers.
-        t: how near the direction is to the deeper layer's, 0 to 1.
         distinct: tokens that have their difference, of each `group_size`, by layer, head and side.
         group_size: tokens that are written together, up to 256.
         codec: storage of the direction; what has groups of tokens by itself is written token by token.
@@ -206,14 +205,13 @@ class MiniCache(KVCache):
         config: object,
         start: int | None = None,
         *,
-        t: float = 0.6,
         distinct: int = 2,
         group_size: int = 32,
         codec: CodecLike | tuple[CodecLike, CodecLike] = None,
         residual: int | None = None,
         sinks: int | None = None,
     ):
-        joining = Merging(start, t, group_size, distinct)
+        joining = Merging(start, group_size, distinct)
         super().__init__(config, codec=codec, residual=residual, sinks=sinks, joining=joining)
 
 

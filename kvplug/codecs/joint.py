@@ -12,10 +12,7 @@ import torch
 
 from kvplug.codecs.base import Codec, Encoded, Factors, Field
 from kvplug.codecs.cast import SCALE_DTYPE
-from kvplug.codecs.groups import check_group_size
-
-# Unit vectors whose sine is below this are on a line, where the arc between them is none.
-ON_A_LINE = 1e-4
+from kvplug.codecs.groups import check_group_size, group_mean, spread
 
 
 class JointCodec(Codec):
@@ -46,23 +43,23 @@ def _own(x: torch.Tensor, member: int, members: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Merged(JointCodec):
-    """Two layers' vectors as one direction and two lengths; those that point apart most have the difference beside it.
+    """Two layers' vectors as one direction and a length for each layer, around a mean of each layer's own.
 
-        x = magnitude · direction + difference, for the `distinct` tokens of a group that the layers differ most on
+        x = mean of the group + length · direction (+ difference, for `distinct` tokens of a group)
 
-    The direction lies on the arc between both, a part `t` of it from the first one (Liu et al., "MiniCache", 2024,
-    arXiv:2405.14366, which keeps all tokens beyond an angle apart; here it is a fixed number of each group, so that
-    bytes are known beforehand).
+    As MiniCache (Liu et al., 2024, arXiv:2405.14366) keeps one direction of two layers and tokens apart that it fits
+    badly. There the direction lies on the arc between both and lengths are those of the vectors. Here the mean of a
+    group of tokens, in bf16, is taken off first, and direction and lengths are those of least squared error, so that a
+    layer may have a length of either sign; and the tokens that are kept apart are a fixed number of each group, the
+    worst ones, so that bytes are known beforehand.
 
     Args:
         inner: the codec of the direction, whose tokens are independent; `Plain` keeps the model's dtype.
-        t: how near the direction is to the second layer, 0 to 1.
         group_size: tokens of a group, up to 256.
-        distinct: how many of them have their difference, by head.
+        distinct: how many of them have their difference, by head and layer.
     """
 
     inner: Codec
-    t: float = 0.6
     group_size: int = 32
     distinct: int = 2
     members = 2
@@ -70,8 +67,6 @@ class Merged(JointCodec):
     def __post_init__(self):
         if self.inner.granule != 1:
             raise ValueError(f"inner={self.inner!r} has groups of tokens; a codec without them is accepted")
-        if isinstance(self.t, bool) or not isinstance(self.t, int | float) or not 0 <= self.t <= 1:
-            raise ValueError(f"t={self.t!r} is not valid; a number from 0 to 1 is accepted")
         check_group_size(self.group_size)
         if self.group_size > 256:
             raise ValueError(f"group_size={self.group_size!r} is not valid; up to 256 tokens are accepted")
@@ -95,7 +90,8 @@ class Merged(JointCodec):
         inner = self.inner.fields(dim, dtype)
         return (
             *(Field(f"direction.{f.name}", f.width, f.dtype, f.kind, share=2) for f in inner),
-            Field("magnitude", 1, SCALE_DTYPE, "scales"),
+            Field("length", 1, SCALE_DTYPE, "scales"),
+            Field("mean", dim, SCALE_DTYPE, "scales", self.group_size),
             Field("which", self.distinct, torch.uint8, "scales", self.group_size),
             Field("difference", self.distinct * dim, dtype, "codes", self.group_size),
         )
@@ -105,15 +101,19 @@ class Merged(JointCodec):
 
     def encode(self, x: torch.Tensor) -> Encoded:
         tokens, dim = x.shape[2:]
-        lengths = x.float().norm(dim=-1, keepdim=True)
-        units = x.float() / torch.where(lengths > 0, lengths, 1.0)
-        direction = arc(*units.chunk(2, dim=1), self.t)
-        encoded = self.inner.encode(direction.to(x.dtype))
+        mean = group_mean(x.float(), self.group_size).to(SCALE_DTYPE)
+        y = x.float() - spread(mean.float(), self.group_size, tokens)
+        encoded = self.inner.encode(principal(*y.chunk(2, dim=1)).to(x.dtype))
         fields = {f"direction.{name}": field for name, field in encoded.fields.items()}
-        fields["magnitude"] = magnitude = lengths.to(SCALE_DTYPE)
-        given = encoded.decode(torch.float32).repeat(1, 2, 1, 1) * magnitude.float()
+        # Against what the codec gives back, whose length need not be 1.
+        direction = encoded.decode(torch.float32)
+        square = direction.square().sum(-1, keepdim=True).repeat(1, 2, 1, 1)
+        direction = direction.repeat(1, 2, 1, 1)
+        length = (y * direction).sum(-1, keepdim=True) / torch.where(square > 0, square, 1.0)
+        fields["length"], fields["mean"] = length.to(SCALE_DTYPE), mean
         lacking = -tokens % self.group_size
-        difference = torch.nn.functional.pad(x.float() - given, (0, 0, 0, lacking))
+        difference = y - direction * fields["length"].float()
+        difference = torch.nn.functional.pad(difference, (0, 0, 0, lacking))
         missed = difference.norm(dim=-1).unflatten(-1, (-1, self.group_size))
         which = missed.topk(self.distinct, dim=-1).indices.sort(dim=-1).values
         fields["which"] = which.to(torch.uint8)
@@ -130,16 +130,12 @@ class Merged(JointCodec):
         return torch.cat([self.part(encoded, member).decode(dtype) for member in (0, 1)], dim=1)
 
 
-def arc(first: torch.Tensor, second: torch.Tensor, t: float) -> torch.Tensor:
-    """The unit vector that is a part `t` of the way from one unit vector to the other, `[…, dim]`; where one is zero,
-    the other one (Shoemake, "Animating rotation with quaternion curves", 1985)."""
-    angle = (first * second).sum(-1, keepdim=True).clamp(-1, 1).acos()
-    sine = angle.sin()
-    line = sine < ON_A_LINE
-    sine = torch.where(line, 1.0, sine)
-    one = torch.where(line, 1 - t, ((1 - t) * angle).sin() / sine)
-    other = torch.where(line, t, (t * angle).sin() / sine)
-    return torch.nn.functional.normalize(one * first + other * second, dim=-1)
+def principal(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The unit vector in which two vectors have the most squared length together, `[…, dim]`; zero where both are."""
+    product = (first * second).sum(-1, keepdim=True)
+    more = first.square().sum(-1, keepdim=True) - second.square().sum(-1, keepdim=True)
+    angle = torch.atan2(2 * product, more) / 2
+    return torch.nn.functional.normalize(angle.cos() * first + angle.sin() * second, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -172,10 +168,10 @@ class MergedPart(Codec):
 
     def factors(self, encoded: Encoded) -> Factors:
         inner = self._direction(encoded).factors()
-        size = encoded.fields["magnitude"].float().transpose(-1, -2)
-        scale = size if inner.scale is None else inner.scale * size
-        zero = None if inner.zero is None else inner.zero * size
-        return Factors(scale, zero, sparse=self._sparse(encoded))
+        length = encoded.fields["length"].float().transpose(-1, -2)
+        scale = length if inner.scale is None else inner.scale * length
+        zero = None if inner.zero is None else inner.zero * length
+        return Factors(scale, zero, self.rotate(encoded.fields["mean"].float()), self._sparse(encoded))
 
     def _sparse(self, encoded: Encoded) -> tuple[torch.Tensor, torch.Tensor]:
         which, rows = encoded.fields["which"].long(), encoded.fields["difference"].float()
