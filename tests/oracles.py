@@ -50,6 +50,8 @@ class Keep:
     # Whether what is stored follows from positions alone.
     positional = True
     reads_queries = False
+    # What a layer holds before any token.
+    basis_bytes = 0
     # Whether what tokens said of others outlives them.
     remembers = False
 

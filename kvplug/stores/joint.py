@@ -27,8 +27,11 @@ class JointStore:
     def __init__(self, keys: Codec, values: Codec, members: int):
         self.members, self.codecs = members, (keys, values)
         self.store = ContiguousStore(keys, values)
-        # Keys and values of the members that gave theirs.
-        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._wait()
+
+    def _wait(self) -> None:
+        # Blocks of keys and values of each member, in order, that some other one has not given yet.
+        self._given: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(self.members)]
 
     def member(self, index: int) -> Member:
         return Member(self, index)
@@ -43,14 +46,17 @@ class JointStore:
         return x.new_empty(x.shape[0], x.shape[1] * self.members, 0, x.shape[-1])
 
     def reset(self) -> None:
-        self.store, self._given = ContiguousStore(*self.codecs), []
+        self.store = ContiguousStore(*self.codecs)
+        self._wait()
 
-    def give(self, keys: torch.Tensor, values: torch.Tensor, length: int, write: Callable[..., None]) -> None:
-        """Takes the tokens of the next member; with those of the last one `write` is called with all, side by side,
+    def give(
+        self, member: int, keys: torch.Tensor, values: torch.Tensor, length: int, write: Callable[..., None]
+    ) -> None:
+        """Takes a block of tokens of a member; once all members gave theirs `write` is called with all, side by side,
         when the store has `length` slots in use."""
-        self._given.append((keys, values))
-        if len(self._given) == self.members:
-            given, self._given = self._given, []
+        self._given[member].append((keys, values))
+        if all(self._given):
+            given = [blocks.pop(0) for blocks in self._given]
             self.store.length = length
             write(*(torch.cat(side, dim=1) for side in zip(*given, strict=True)))
 
@@ -100,12 +106,16 @@ class Member(Store):
             self.joint.allocate(keys, values)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.joint.give(keys, values, self.length, self.joint.store.append)
+        self.joint.give(self.index, keys, values, self.length, self.joint.store.append)
         self.length += keys.shape[2]
 
     def append_rows(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
         """As `ContiguousStore.append_rows`; every member has the same places."""
-        self.joint.give(keys, values, self.length, lambda *both: self.joint.store.append_rows(*both, rows, places))
+
+        def write(*both: torch.Tensor) -> None:
+            self.joint.store.append_rows(*both, rows, places)
+
+        self.joint.give(self.index, keys, values, self.length, write)
         self.length = max(self.length, int(places.sum(-1).max()))
 
     def view(self, start: int, length: int) -> tuple[Encoded, Encoded]:
@@ -147,8 +157,7 @@ class Member(Store):
         if not self.first:
             return {}, {"length": self.length}
         self.joint.store.length = self.length
-        tensors, plain = self.joint.store.state()
-        return tensors | {f"basis.{side}": x for side, x in self.joint.bases().items()}, plain
+        return self.joint.store.state()
 
     def load_state(self, state: State, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.length = state[1]["length"]
