@@ -246,19 +246,19 @@ KINDS = [
     Kind(
         "minicache",
         lambda m: kvplug.MiniCache(m, 0, t=0.6, distinct=1, group_size=8, residual=6, sinks=2),
-        joint(MergedTwin(0.6, 8, 1), MergedTwin(0.6, 8, 1), residual=6, sinks=2, group=8),
+        joint(MergedTwin(0.6, 8, 1), MergedTwin(0.6, 8, 1), residual=6, sinks=2, group=8, numbers=4 * (8 + 2)),
     ),
     Kind(
         "minicache_int8",
         lambda m: kvplug.from_spec("minicache:start=0,distinct=2,group_size=4,t=0.3+int8:residual=3,sinks=1", m),
-        joint(*[Asked(Merged(PerToken(8), 0.3, 4, 2))] * 2, residual=3, sinks=1, group=4),
+        joint(*[Asked(Merged(PerToken(8), 0.3, 4, 2))] * 2, residual=3, sinks=1, group=4, numbers=4 * 8),
     ),
     Kind(
         "lowrank",
         lambda m: kvplug.LowRankCache(m, low_rank_plan(m), 0.5, keys=0.75, residual=3, sinks=1),
         joint(
             ProjectedTwin(BASES["keys"][0][:, :48]), ProjectedTwin(BASES["values"][0][:, :32]),
-            residual=3, sinks=1, group=16, basis_bytes=(48 + 32) * 32 * 4,
+            residual=3, sinks=1, group=16, basis_bytes=(48 + 32) * 32 * 4, numbers=(48 + 32) // 2,
         ),
     ),
 ]  # fmt: skip

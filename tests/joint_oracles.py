@@ -69,8 +69,9 @@ class JointKeep(Keep):
     """What layer number `member` of a group stores; `keys` and `values` map what all layers of the group hold."""
 
     member: int = 0
-    # The layer's share of a basis.
+    # The layer's share of a basis in bytes, and of the numbers in the model's dtype of a row's encoded token.
     basis_bytes: int = 0
+    numbers: int = 0
 
     def layer(self, inv_freq=None):
         return JointSlowLayer(self, inv_freq)

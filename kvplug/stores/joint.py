@@ -7,6 +7,7 @@ until the last layer has given the same tokens: nothing may be read in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -145,13 +146,17 @@ class Member(Store):
         if self.first:
             yield from self.joint.store.tensors()
 
+    @property
+    def basis_bytes(self) -> int:
+        """Of what the codecs know, which is counted with the first member too."""
+        return sum(x.untyped_storage().nbytes() for x in self.joint.bases().values()) if self.first else 0
+
     def held(self) -> Held:
         """All that the members share is counted with the first one."""
         if not self.first:
             return Held()
         found = self.joint.store._held(self.length, self.joint.store.capacity)
-        bases = sum(x.untyped_storage().nbytes() for x in self.joint.bases().values())
-        return Held(**{**vars(found), "tables": found.tables + bases})
+        return replace(found, tables=found.tables + self.basis_bytes)
 
     def state(self) -> State:
         if not self.first:
