@@ -13,6 +13,7 @@ import torch
 from kvplug.codecs import Codec
 from kvplug.layer import KVLayer
 from kvplug.residual import ResidualLayer
+from kvplug.stores import State
 from kvplug.stores.joint import JointStore
 
 
@@ -92,6 +93,17 @@ class JointLayer(ResidualLayer):
             if layer.pending:
                 layer._real = told
             ResidualLayer.settle(layer, None, force)
+
+    @property
+    def empty_bytes(self) -> int:
+        return self.store.encoded.basis_bytes
+
+    def state(self) -> State:
+        tensors, plain = super().state()
+        if self.index == 0:
+            # Of a layer without tokens too.
+            tensors |= {f"basis.{side}": x for side, x in self.group.joint.bases().items()}
+        return tensors, plain
 
     @property
     def store_device(self) -> torch.device:

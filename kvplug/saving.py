@@ -190,7 +190,7 @@ def _joint_layer(groups_of: dict[int, Group], state: State, device: torch.device
     if entry["member"] == 0:
         codecs = []
         for side in ("keys", "values"):
-            basis = copied(tensors, f"store.encoded.basis.{side}", device)
+            basis = copied(tensors, f"basis.{side}", device)
             codecs.append(made(CODEC_KINDS, entry[side], **({} if basis is None else {"basis": basis})))
         groups_of[entry["group"]] = Group(*codecs, entry["members"], entry["group"])
     layer = JointLayer(groups_of[entry["group"]], entry["member"], entry["residual"], entry["sinks"])

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from transformers import GenerationMixin
 
 import kvplug
-from kvplug.codecs import Codec, PerChannel, PerToken, Rotated
+from kvplug.codecs import Codec, Merged, PerChannel, PerToken, Rotated
+from kvplug.fingerprint import fingerprint
+from kvplug.low_rank_plan import LowRankPlan
 from kvplug.policies import SinkWindow, Window
 from tests.codec_twins import ROUND_TRIPS
+from tests.joint_oracles import JointKeep, MergedTwin, ProjectedTwin, orthonormal
 from tests.oracles import Keep
 from tests.scored_oracles import ScoredKeep
 
@@ -91,6 +94,11 @@ class Kind:
         grouped = [k for k in self.keeps if k.group]
         return sum(seen - (k.settled(seen) - k.sinks) for k in grouped)
 
+    @property
+    def empty_bytes(self):
+        """Bytes of a cache without tokens."""
+        return sum(k.basis_bytes for k in self.keeps)
+
     def __str__(self):
         return self.name
 
@@ -103,6 +111,19 @@ def scored(method, codec="dense", **settings):
     """The `ScoredKeep` of a method, of 8 tokens with 2 sinks unless `settings` say otherwise."""
     trip = {"keys": round_trip(codec, "keys"), "values": round_trip(codec, "values")}
     return ScoredKeep(**{"budget": 8, "sinks": 2, "method": method} | trip | settings)
+
+
+def joint(keys, values, **counts):
+    """The keeps of two layers that are stored together, whose keys and values are encoded so."""
+    return tuple(JointKeep(keys=keys, values=values, member=member, **counts) for member in (0, 1))
+
+
+# Two layers of two heads of 16 channels, side by side.
+BASES = {"keys": [orthonormal(4, 64, 16, seed=1)], "values": [orthonormal(4, 64, 16, seed=2)]}
+
+
+def low_rank_plan(model):
+    return LowRankPlan([[0, 1]], 1.0, BASES, fingerprint(model))
 
 
 # Small enough for what a test feeds: 4 queries vote, over 3 neighbours; 16 queries to come are thought of.
@@ -222,7 +243,25 @@ KINDS = [
         lambda m: kvplug.TOVACache(m, 8, sinks=2, layers=[3, 5]),
         (scored("tova", budget=6), scored("tova", budget=10)),
     ),
-]
+    Kind(
+        "minicache",
+        lambda m: kvplug.MiniCache(m, 0, t=0.6, distinct=1, group_size=8, residual=6, sinks=2),
+        joint(MergedTwin(0.6, 8, 1), MergedTwin(0.6, 8, 1), residual=6, sinks=2, group=8, numbers=4 * (8 + 2)),
+    ),
+    Kind(
+        "minicache_int8",
+        lambda m: kvplug.from_spec("minicache:start=0,distinct=2,group_size=4,t=0.3+int8:residual=3,sinks=1", m),
+        joint(*[Asked(Merged(PerToken(8), 0.3, 4, 2))] * 2, residual=3, sinks=1, group=4, numbers=4 * 8),
+    ),
+    Kind(
+        "lowrank",
+        lambda m: kvplug.LowRankCache(m, low_rank_plan(m), 0.5, keys=0.75, residual=3, sinks=1),
+        joint(
+            ProjectedTwin(BASES["keys"][0][:, :48]), ProjectedTwin(BASES["values"][0][:, :32]),
+            residual=3, sinks=1, group=16, basis_bytes=(48 + 32) * 32 * 4, numbers=(48 + 32) // 2,
+        ),
+    ),
+]  # fmt: skip
 EXACT = [kind for kind in KINDS if kind.exact]
 EVICTING = [kind for kind in KINDS if kind.evicts]
 KEEPING = [kind for kind in KINDS if not kind.evicts]

@@ -50,6 +50,8 @@ class Keep:
     # Whether what is stored follows from positions alone.
     positional = True
     reads_queries = False
+    # Bytes that a layer holds before any token, and numbers in the model's dtype of an encoded token, on both sides.
+    basis_bytes = numbers = 0
     # Whether what tokens said of others outlives them.
     remembers = False
 

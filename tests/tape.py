@@ -106,6 +106,9 @@ class Replay:
                 known = self.mask[row, start : start + new].bool()
                 real[: len(known)] = known
             slow.recording = self.recording
+            together = [rows[row] for rows in self.rows if rows]
+            for one in together:
+                one.row = together
             q, k, v = query[row, :, real], key[row, :, real], value[row, :, real]
             expected = slow.attend(q, k, v, scale).transpose(0, 1).flatten(1)
             if real.any():

@@ -117,7 +117,7 @@ def test_layers_of_unequal_shapes_can_t_share(monkeypatch):
     config = transformers.LlamaConfig(**{**models.TINY, "num_hidden_layers": 3})
     monkeypatch.setattr(kvplug.compat, "kv_shape", lambda config, i: (4 if i == 1 else 2, 16, 16))
     assert borrowed(kvplug.SharedCache(config, [[0, 2]])) == {2: 0}
-    with pytest.raises(ValueError, match=r"layer 1 can't read .*layer 0: it has 4 heads of .*16.* and that one 2 of"):
+    with pytest.raises(ValueError, match=r"layer 1 can't share .*layer 0: it has 4 heads of .*16.* and that one 2 of"):
         kvplug.SharedCache(config, [[0, 1, 2]])
 
 

@@ -7,6 +7,7 @@ until the last layer has given the same tokens: nothing may be read in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -27,8 +28,11 @@ class JointStore:
     def __init__(self, keys: Codec, values: Codec, members: int):
         self.members, self.codecs = members, (keys, values)
         self.store = ContiguousStore(keys, values)
-        # Keys and values of the members that gave theirs.
-        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._wait()
+
+    def _wait(self) -> None:
+        # Blocks of keys and values of each member, in order, that some other one has not given yet.
+        self._given: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(self.members)]
 
     def member(self, index: int) -> Member:
         return Member(self, index)
@@ -43,14 +47,17 @@ class JointStore:
         return x.new_empty(x.shape[0], x.shape[1] * self.members, 0, x.shape[-1])
 
     def reset(self) -> None:
-        self.store, self._given = ContiguousStore(*self.codecs), []
+        self.store = ContiguousStore(*self.codecs)
+        self._wait()
 
-    def give(self, keys: torch.Tensor, values: torch.Tensor, length: int, write: Callable[..., None]) -> None:
-        """Takes the tokens of the next member; with those of the last one `write` is called with all, side by side,
+    def give(
+        self, member: int, keys: torch.Tensor, values: torch.Tensor, length: int, write: Callable[..., None]
+    ) -> None:
+        """Takes a block of tokens of a member; once all members gave theirs `write` is called with all, side by side,
         when the store has `length` slots in use."""
-        self._given.append((keys, values))
-        if len(self._given) == self.members:
-            given, self._given = self._given, []
+        self._given[member].append((keys, values))
+        if all(self._given):
+            given = [blocks.pop(0) for blocks in self._given]
             self.store.length = length
             write(*(torch.cat(side, dim=1) for side in zip(*given, strict=True)))
 
@@ -100,12 +107,16 @@ class Member(Store):
             self.joint.allocate(keys, values)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.joint.give(keys, values, self.length, self.joint.store.append)
+        self.joint.give(self.index, keys, values, self.length, self.joint.store.append)
         self.length += keys.shape[2]
 
     def append_rows(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
         """As `ContiguousStore.append_rows`; every member has the same places."""
-        self.joint.give(keys, values, self.length, lambda *both: self.joint.store.append_rows(*both, rows, places))
+
+        def write(*both: torch.Tensor) -> None:
+            self.joint.store.append_rows(*both, rows, places)
+
+        self.joint.give(self.index, keys, values, self.length, write)
         self.length = max(self.length, int(places.sum(-1).max()))
 
     def view(self, start: int, length: int) -> tuple[Encoded, Encoded]:
@@ -135,20 +146,23 @@ class Member(Store):
         if self.first:
             yield from self.joint.store.tensors()
 
+    @property
+    def basis_bytes(self) -> int:
+        """Of what the codecs know, which is counted with the first member too."""
+        return sum(x.untyped_storage().nbytes() for x in self.joint.bases().values()) if self.first else 0
+
     def held(self) -> Held:
         """All that the members share is counted with the first one."""
         if not self.first:
             return Held()
         found = self.joint.store._held(self.length, self.joint.store.capacity)
-        bases = sum(x.untyped_storage().nbytes() for x in self.joint.bases().values())
-        return Held(**{**vars(found), "tables": found.tables + bases})
+        return replace(found, tables=found.tables + self.basis_bytes)
 
     def state(self) -> State:
         if not self.first:
             return {}, {"length": self.length}
         self.joint.store.length = self.length
-        tensors, plain = self.joint.store.state()
-        return tensors | {f"basis.{side}": x for side, x in self.joint.bases().items()}, plain
+        return self.joint.store.state()
 
     def load_state(self, state: State, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.length = state[1]["length"]
