@@ -245,13 +245,13 @@ KINDS = [
     ),
     Kind(
         "minicache",
-        lambda m: kvplug.MiniCache(m, 0, t=0.6, distinct=1, group_size=8, residual=6, sinks=2),
-        joint(MergedTwin(0.6, 8, 1), MergedTwin(0.6, 8, 1), residual=6, sinks=2, group=8, numbers=4 * (8 + 2)),
+        lambda m: kvplug.MiniCache(m, 0, distinct=1, group_size=8, residual=6, sinks=2),
+        joint(MergedTwin(8, 1), MergedTwin(8, 1), residual=6, sinks=2, group=8, numbers=4 * (8 + 2)),
     ),
     Kind(
         "minicache_int8",
-        lambda m: kvplug.from_spec("minicache:start=0,distinct=2,group_size=4,t=0.3+int8:residual=3,sinks=1", m),
-        joint(*[Asked(Merged(PerToken(8), 0.3, 4, 2))] * 2, residual=3, sinks=1, group=4, numbers=4 * 8),
+        lambda m: kvplug.from_spec("minicache:start=0,distinct=2,group_size=4+int8:residual=3,sinks=1", m),
+        joint(*[Asked(Merged(PerToken(8), 4, 2))] * 2, residual=3, sinks=1, group=4, numbers=4 * 8),
     ),
     Kind(
         "lowrank",

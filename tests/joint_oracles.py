@@ -5,7 +5,6 @@ package under test.
 `JointKeep` is what one of the layers stores, and the tape's replay tells each slow layer of its row's others.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,37 +12,28 @@ import torch
 from tests.oracles import Keep, SlowLayer
 
 
-def slerp(first, second, t):
-    """The unit vector `t` of the way along the arc between two unit vectors `[dim]`."""
-    cosine = min(max(float(first @ second), -1.0), 1.0)
-    angle = math.acos(cosine)
-    if math.sin(angle) < 1e-4:
-        mixed = (1 - t) * first + t * second
-    else:
-        mixed = (math.sin((1 - t) * angle) * first + math.sin(t * angle) * second) / math.sin(angle)
-    return mixed / mixed.norm() if mixed.norm() > 0 else mixed
-
-
 @dataclass(frozen=True)
 class MergedTwin:
-    """One direction for both layers, lengths in fp32 rounded to bfloat16, and for the `distinct` tokens of each group
-    and head that miss most, what they miss."""
+    """Around the mean of each layer's group of tokens, in bfloat16: the best single direction for both layers' vectors,
+    their products with it in bfloat16, and for the `distinct` tokens of each group and head that miss most, what they
+    miss."""
 
-    t: float
     group: int
     distinct: int
 
     def __call__(self, x):
         heads, tokens, _ = x.shape
-        lengths = x.float().norm(dim=-1)
-        units = x.double() / lengths.where(lengths > 0, 1.0)[..., None]
-        out = torch.zeros(x.shape, dtype=torch.float64)
+        means = [part.float().mean(1, keepdim=True).bfloat16().double() for part in x.split(self.group, dim=1)]
+        mean = torch.cat([m.expand(-1, self.group, -1) for m in means], dim=1)[:, :tokens]
+        y, out = x.double() - mean, torch.zeros(x.shape, dtype=torch.float64)
         for head in range(heads // 2):
+            pair = [head, head + heads // 2]
             for token in range(tokens):
-                direction = slerp(units[head, token], units[head + heads // 2, token], self.t)
-                for one in (head, head + heads // 2):
-                    out[one, token] = direction * lengths[one, token].bfloat16().double()
-        missed = (x.double() - out).norm(dim=-1)
+                direction = torch.linalg.svd(y[pair, token], full_matrices=False).Vh[0]
+                for one in pair:
+                    out[one, token] = direction * (y[one, token] @ direction).bfloat16().double()
+        missed = (y - out).norm(dim=-1)
+        out += mean
         for head in range(heads):
             for start in range(0, tokens, self.group):
                 part = missed[head, start : start + self.group]

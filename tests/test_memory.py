@@ -86,7 +86,10 @@ def test_no_view_pins_the_prompt(model, kind):
         room = [keep.sinks + keep.residual + keep.group + UNDO for keep in kind.keeps if keep.group]
         scores = sum(keep.score_bytes(keep.count(600, 600)) // 4 for keep in kind.keeps)
         plain -= kind.empty_bytes // 4
-        plain -= sum(k.numbers * layer.store.encoded.capacity if k.numbers else 0 for k, layer in zip(kind.keeps, cache.layers, strict=True))
+        plain -= sum(
+            k.numbers * layer.store.encoded.capacity if k.numbers else 0
+            for k, layer in zip(kind.keeps, cache.layers, strict=True)
+        )
         assert plain - scores <= sum(room) * 2 * 2 * 16, "full-precision numbers beside the codes"
     most = 0
     for layer, keep, budget in zip(cache.layers, kind.keeps, kind.budgets(600), strict=True):
