@@ -94,10 +94,6 @@ class JointLayer(ResidualLayer):
                 layer._real = told
             ResidualLayer.settle(layer, None, force)
 
-    @property
-    def empty_bytes(self) -> int:
-        return self.store.encoded.basis_bytes
-
     def state(self) -> State:
         tensors, plain = super().state()
         if self.index == 0:

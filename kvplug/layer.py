@@ -49,8 +49,6 @@ class KVLayer(CacheLayerMixin):
     tables: tuple[str, ...] = ("positions",)
     # The layers that read what this one holds, None where there are none.
     readers: Readers | None = None
-    # Bytes of what is held without any token.
-    empty_bytes = 0
 
     def __init__(
         self,

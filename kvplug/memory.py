@@ -135,7 +135,7 @@ def _counted(layers: Iterable[object]) -> list[tuple[object, int]]:
 
 def _ours(layer: KVLayer) -> dict[str, int]:
     if not layer.is_initialized:
-        return {"kept": 0, "tables": layer.empty_bytes}
+        return {"kept": 0, "tables": layer.store.basis_bytes}
     held = layer.store.held()
     batch, heads, key_dim, value_dim = layer.shape
     token = batch * heads * (key_dim + value_dim)

@@ -161,7 +161,7 @@ def test_every_layer_class_that_has_a_state_is_known():
 
     found = {kind.__name__ for kind in below(KVLayer) if kind.__module__.startswith("kvplug.")} - {"WatchedLayer"}
     assert found == set(states.LAYER_KINDS)
-    assert {*saving.EVICTING, "KVLayer", "ResidualLayer", "CompressedLayer"} == found
+    assert {*saving.EVICTING, "KVLayer", "ResidualLayer", "JointLayer", "CompressedLayer"} == found
 
 
 @pytest.mark.parametrize("name", ["files", "states", "saving", "fingerprint"])

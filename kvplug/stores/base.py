@@ -94,6 +94,8 @@ class Store:
 
     length: int
     positions: torch.Tensor | None
+    # Of what the codecs know of the model, which is held without any token too.
+    basis_bytes = 0
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes shapes, dtype and device from a first block `[batch, kv_heads, any, head_dim]`; holds nothing yet."""

@@ -85,6 +85,10 @@ class ResidualStore(Store):
         return self.encoded.values
 
     @property
+    def basis_bytes(self) -> int:
+        return self.encoded.basis_bytes
+
+    @property
     def room(self) -> int:
         """Tokens that the tail holds at most: those that wait for their group, and those of a short forward."""
         return self.residual + self.group + UNDO
