@@ -1,7 +1,8 @@
 """Layers that share: `python -m evals.sharing`, what it costs a model that was trained without.
 
-It searches for a plan (`kvplug.calibrate_sharing`) on pieces of the text that no window touches, and measures it beside
-neighbours that share unasked, merged layers and shared subspaces. Must never measure in a way of its own.
+It searches for a plan (`kvplug.calibrate_sharing`) and finds bases (`kvplug.calibrate_low_rank`) on pieces of the text
+that no window touches, and measures both beside neighbours that share unasked and merged layers. Must never measure in
+a way of its own.
 """
 
 from dataclasses import dataclass
@@ -18,13 +19,20 @@ from evals.perplexity import Perplexity
 from evals.teacher import Protocol
 from kvplug import SharingPlan
 
-# In the place of `{plan}` comes the plan's file, of `{neighbours}` pairs of the deepest layers, as many as it shares.
+# In the place of `{plan}` and `{low_rank}` come the files of plans, of `{neighbours}` pairs of the deepest layers, as
+# many as the plan shares.
 DEFAULT_CACHES = [
     "dense",
     "shared:groups={neighbours}",
     "shared:plan={plan}",
+    "shared:plan={plan}+int4",
     "shared:groups=cla2",
     "shared:groups=yoco",
+    "minicache:start=8",
+    "minicache:start=8+int4",
+    "lowrank:plan={low_rank},rank=0.3",
+    "lowrank:plan={low_rank},rank=0.3+int4",
+    "int4",
 ]
 
 
@@ -91,6 +99,9 @@ def main(
     ] = None,
     pieces: Annotated[int, typer.Option("--pieces", min=1, help="Pieces of text that the search reads.")] = 4,
     piece_tokens: Annotated[int, typer.Option("--piece-tokens", min=2, help="Tokens of each.")] = 256,
+    basis_tokens: Annotated[
+        int, typer.Option("--basis-tokens", min=2, help="Tokens of each piece that bases are found on.")
+    ] = 1024,
     prefill: Annotated[int, typer.Option("--prefill", help="Tokens of prompt, fed at once.")] = Protocol.prefill,
     step: Annotated[int, typer.Option("--step", help="Tokens fed at a time after it.")] = Protocol.step,
     length: Annotated[int, typer.Option("--length", help="Tokens in a window.")] = Protocol.length,
@@ -106,21 +117,29 @@ def main(
     loaded, _ = perplexity.prepare(model, ["dense"], device, dtype, length)
     cut = texts.windows(loaded.tokenizer, text, length=length, count=windows)
     out = out or Path("results") / Sharing.name
+    out.mkdir(parents=True, exist_ok=True)
+    ids = torch.tensor(loaded.tokenizer(text.content, add_special_tokens=False, verbose=False).input_ids)
     if plan is None:
         plan = out / "plan.json"
-        out.mkdir(parents=True, exist_ok=True)
-        ids = torch.tensor(loaded.tokenizer(text.content, add_special_tokens=False, verbose=False).input_ids)
         try:
             kvplug.calibrate_sharing(loaded.model, outside(ids, cut, pieces, piece_tokens), share, path=plan)
         except ValueError as error:
             raise InputError(f"--share: {error}") from error
-        kvplug.detach(loaded.model)
+    low_rank = out / "low_rank.safetensors"
+    if any("{low_rank}" in spec for spec in cache):
+        try:
+            kvplug.calibrate_low_rank(loaded.model, outside(ids, cut, pieces, basis_tokens), path=low_rank)
+        except ValueError as error:
+            raise InputError(f"--basis-tokens: {error}") from error
+    kvplug.detach(loaded.model)
     try:
         found = SharingPlan.load(plan)
     except (OSError, ValueError) as error:
         raise InputError(f"--plan: {error}") from error
     layers = loaded.model.config.get_text_config().num_hidden_layers
-    cache = [spec.replace("{plan}", str(plan)).replace("{neighbours}", neighbours(found, layers)) for spec in cache]
+    filled = {"{plan}": str(plan), "{low_rank}": str(low_rank), "{neighbours}": neighbours(found, layers)}
+    for name, value in filled.items():
+        cache = [spec.replace(name, value) for spec in cache]
     cache = specs.check(cache, loaded.model)
     about = (loaded, cache, seed, texts.told(text, cut))
     runner.run(Sharing(*about, ids=cut.ids, steps=protocol, plan=found), out)
