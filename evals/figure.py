@@ -18,8 +18,11 @@ from matplotlib.transforms import Bbox
 STYLES = {
     "kvplug, all tokens kept": dict(marker="o", color="#0072B2", markersize=9),
     "kvplug, old tokens dropped": dict(marker="D", color="#009E73", markersize=8),
+    "kvplug, layers that share": dict(marker="^", color="#AA4499", markersize=9),
     "transformers": dict(marker="s", color="#D55E00", markersize=8, markerfacecolor="white", markeredgewidth=2),
 }
+# Parts of specs by which layers have something in common.
+SHARE = ("shared", "minicache", "lowrank")
 # Where a label may stand beside its point, in points: the first that touches nothing is taken.
 PLACES = [
     (10, 0, "left", "center"),
@@ -98,6 +101,8 @@ def style_of(entry: dict) -> str:
     """Which of `STYLES` a result belongs to."""
     if entry["spec"].startswith("transformers:"):
         return "transformers"
+    if any(part.partition(":")[0] in SHARE for part in entry["spec"].split("+")):
+        return "kvplug, layers that share"
     return "kvplug, old tokens dropped" if entry["memory"]["drops_tokens"] else "kvplug, all tokens kept"
 
 

@@ -26,8 +26,16 @@ DEFAULT_CACHES = [
     "window:window=512",
     "streaming:sinks=4,window=508",
     "streaming:sinks=4,window=508+int4",
+    "minicache",
+    "minicache+int4",
     "transformers:fp8",
     "transformers:hqq4",
+]
+# Of the embedded model alone: layers that share by the plan that `evals.sharing` found, beside as many neighbours.
+EMBEDDED_CACHES = [
+    "shared:groups=14-15/16-17/18-19/20-21/22-23/24-25/26-27/28-29",
+    "shared:plan=docs/sharing/plan.json",
+    "shared:plan=docs/sharing/plan.json+int4",
 ]
 
 
@@ -76,7 +84,7 @@ class Tradeoff(Eval):
 
 
 def main(
-    cache: console.CacheOption = DEFAULT_CACHES,
+    cache: console.CacheOption = None,
     model: console.ModelOption = models.EMBEDDED,
     dataset: console.DatasetOption = texts.EMBEDDED,
     column: console.ColumnOption = None,
@@ -95,6 +103,8 @@ def main(
     """Measures what each cache costs in quality and saves in memory, and how fast it decodes, against DynamicCache."""
     protocol = Protocol(prefill=prefill, step=step, length=length)
     text = texts.read(dataset, column=column)
+    if not cache:
+        cache = DEFAULT_CACHES + (EMBEDDED_CACHES if model == models.EMBEDDED else [])
     loaded, cache = perplexity.prepare(model, cache, device, dtype, length)
     cut = texts.windows(loaded.tokenizer, text, length=length, count=windows)
     about = (loaded, cache, seed, texts.told(text, cut))
