@@ -146,7 +146,7 @@ def label_of(spec: str) -> str:
 
 def short(value: str) -> str:
     """An argument's value: of a file its name alone, of long lists the beginning."""
-    value = Path(value).stem if value.endswith(".json") else value
+    value = Path(value).stem if value.endswith((".json", ".safetensors")) else value
     return value if len(value) <= 12 else f"{value[:8]}…"
 
 
