@@ -3,6 +3,7 @@ what keeps a window alive. Random weights can't show the last two.
 """
 
 import pydoc_data.topics
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,13 +125,15 @@ def nll(model, cache, ids, chunk=30):
 
 
 SINKS, NO_SINKS = "streaming:sinks=4,window=92", "window:window=96"
+PLAN = f"shared:plan={Path(__file__).parents[2] / 'docs' / 'sharing' / 'plan.json'}"
+NEIGHBOURS, MERGED = "shared:groups=14-15/16-17/18-19/20-21/22-23/24-25/26-27/28-29", "minicache:start=8"
 
 
 @pytest.fixture(scope="module")
 def losses(smollm2, text):
     model = smollm2.model
     full = nll(model, DynamicCache(), text)
-    specs = ["dense", "int8", "fp8", "int4", SINKS, NO_SINKS]
+    specs = ["dense", "int8", "fp8", "int4", SINKS, NO_SINKS, PLAN, NEIGHBOURS, MERGED]
     made = {spec: float(nll(model, kvplug.from_spec(spec, model), text) - full) for spec in specs}
     kvplug.detach(model)
     return made
@@ -147,3 +150,13 @@ def test_a_window_needs_its_sinks(losses):
     """The same budget with four sinks and without: at least 1.5 times the perplexity without."""
     ratio = torch.tensor(losses[NO_SINKS] - losses[SINKS]).exp()
     assert ratio >= 1.5
+
+
+@pytest.mark.parametrize(("spec", "limit"), [(PLAN, 0.6), (MERGED, 0.15)], ids=["plan", "merged"])
+def test_layers_share_better_than_naive_neighbours(smollm2, losses, spec, limit):
+    """At no more than 3/4 of the bytes of long prompts: within some tenths of a nat, where as many neighbours that
+    share unasked cost more than a nat."""
+    assert losses[spec] <= limit
+    assert losses[NEIGHBOURS] >= max(1.0, 3 * losses[spec])
+    planned = kvplug.plan(smollm2.model.config, spec, 4096, dtype=torch.float32)
+    assert planned.total <= 0.75 * planned.dense_total
