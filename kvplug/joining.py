@@ -49,7 +49,8 @@ class Merging(Joining):
             )
 
     def groups(self, model: object, full: Sequence[int], codecs: tuple[Codec, Codec]) -> list[Joined]:
-        start = full[len(full) // 2] if self.start is None else self.start
+        half = max(min(len(full) // 2, len(full) - 2), 0)
+        start = full[half] if self.start is None else self.start
         deep = [i for i in full if i >= start]
         if len(deep) < 2:
             raise ValueError(

@@ -190,7 +190,7 @@ class MiniCache(KVCache):
 
     Args:
         config: the model or its config.
-        start: the first layer that is merged; None for half of the full-attention layers.
+        start: the first layer that is merged; None for the deeper half of the full-attention layers.
         distinct: tokens that have their difference, of each `group_size`, by layer, head and side.
         group_size: tokens that are written together, up to 256.
         codec: storage of the direction; what has groups of tokens by itself is written token by token.
