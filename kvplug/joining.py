@@ -55,7 +55,7 @@ class Merging(Joining):
         if len(deep) < 2:
             raise ValueError(
                 f"start={self.start!r} leaves {len(deep)} of the full-attention layers {', '.join(map(str, full))}; "
-                f"up to {full[-2] if len(full) > 1 else 'a model of two layers'} is accepted"
+                f"{f'up to {full[-2]}' if len(full) > 1 else 'a model that has two of them'} is accepted"
             )
         sides = [Merged(codec.tokenwise(), self.group_size, self.distinct) for codec in codecs]
         return [(deep[i : i + 2], *sides) for i in range(0, len(deep) - 1, 2)]

@@ -78,12 +78,12 @@ class LowRankPlan:
         if told:
             raise ValueError(f"plan was found for another model: {'; '.join(told)}; one of this model is accepted")
 
-    def directions(self, group: int, part: float) -> int:
-        """How many directions of a group a part of them is: a multiple of 8 where there are so many."""
-        heads, _, dim = self.bases["values"][group].shape
+    def directions(self, side: str, group: int, part: float) -> int:
+        """How many directions of a group's side a part of them is: a multiple of 8 where there are so many."""
+        heads, _, dim = self.bases[side][group].shape
         count = round(part * heads * dim)
         return max(count // 8 * 8 if count >= 8 else count, 1)
 
     def basis(self, side: str, group: int, part: float) -> torch.Tensor:
         """The first directions of a group, in memory of their own: `[layers * kv_heads, directions, head_dim]`."""
-        return self.bases[side][group][:, : self.directions(group, part)].clone()
+        return self.bases[side][group][:, : self.directions(side, group, part)].clone()
